@@ -40,7 +40,7 @@ test-fast: setup ## what to run before every commit: about a minute on two cores
 	$(BIN)/python -m pytest -n 4 -m '$(FAST)' $(ARGS)
 
 test: setup      ## the whole test suite
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-again: setup  ## what failed in the last run, if it was at most three tests, one at a time
 	$(BIN)/python -c 'import json; exit(len(json.load(open(".pytest_cache/v/cache/lastfailed"))) > 3)'

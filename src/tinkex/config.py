@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import InitVar, asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypedDict
 from urllib.parse import urlsplit, urlunsplit
@@ -185,7 +186,30 @@ def is_loopback(url: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
+@lru_cache(maxsize=1024)
+def is_loopback_host(host: str) -> bool:
+    """Whether this host name or address is this machine's own."""
+    return is_loopback(f"//[{host}]" if ":" in host else f"//{host}")
+
+
 def console_url(base_url: str, page: str = "") -> str:
     """The URL of a page of the server's console."""
     root = HOSTED_CONSOLE if base_url == HOSTED_URL else base_url
     return f"{root}/{page}".rstrip("/")
+
+
+def prepare_ray(*, loopback: bool, token: bool = True) -> dict[str, str]:
+    """Set what Ray reads from the environment when it is imported; returns that of a child process.
+
+    No usage reports. With `loopback`, Ray does not replace 127.0.0.1 by an address that others can reach.
+    Without `token`, the child has no token to show; this process is left as it is.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if loopback:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    return {**os.environ} if token else {**os.environ, "RAY_AUTH_MODE": "disabled"}
+
+
+def ray_has_token() -> bool:
+    """Does Ray show a token to the clusters that this process joins?"""
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"

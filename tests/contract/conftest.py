@@ -25,6 +25,7 @@ from tinkex.engine.protocol import (
     EngineConfig,
     OptimStep,
     Pass,
+    Placement,
     build_engine,
     run_passes,
 )
@@ -49,6 +50,7 @@ KINDS = [
     "torch",
     pytest.param("hybrid", marks=pytest.mark.slow),
     pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cluster", marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]),
 ]
 _TORCH, _HYBRID = "llama3", "qwen3_5"  # the families of those kinds
 _OTHERS = (FAMILIES | MORE | HYBRIDS | SEEING | EXPERTS | UNKNOWN).keys() - {_TORCH, _HYBRID}
@@ -68,7 +70,12 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return EngineConfig("fake-model", kind="fake", max_context=256, name="m/fake", tokenizer=tokenizer)
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    family = {"torch": _TORCH, "cuda": _TORCH, "hybrid": _HYBRID}.get(request.param, request.param)
+    placement = None
+    if request.param == "cluster":
+        placement = Placement(request.getfixturevalue("ray_nodes").address, samplers=2, max_samplers=2)
+    family = {"torch": _TORCH, "cluster": _TORCH, "cuda": _TORCH, "hybrid": _HYBRID}.get(
+        request.param, request.param
+    )
     path = tiny_model(tmp_path_factory.mktemp("model"), family, max_position_embeddings=256)
     device = "cuda" if request.param == "cuda" else "cpu"
     return EngineConfig(
@@ -79,6 +86,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         threads=1,
         name="m/tiny",
         tokenizer=tokenizer,
+        placement=placement,
     )
 
 

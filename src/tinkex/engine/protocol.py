@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -172,9 +172,13 @@ class ExportedAdapter(Protocol):
 
 @dataclass(frozen=True)
 class ExportAdapter(Command[ExportedAdapter]):
-    """Copy `run`'s adapter as it is now, for `Sampler.publish` of any engine with the same base model."""
+    """Copy `run`'s adapter as it is now, for `Sampler.publish` of any engine with the same base model.
+
+    `saved` is where the same weights were saved: a sampler that cannot reach the copy reads them there.
+    """
 
     run: str
+    saved: Location | None = None
 
 
 @dataclass(frozen=True)
@@ -259,6 +263,17 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Where an engine's parts run on a Ray cluster, and how many there are."""
+
+    cluster: str  # "auto": Ray on this machine, for as long as this process lives; else a cluster's address
+    trainers: int = 1  # each has its share of the runs
+    samplers: int = 1  # at least
+    max_samplers: int = 1  # at most: between the two, as many as keep requests from waiting
+    gpus: float | None = None  # of each trainer and sampler; None: one, if the cluster has any
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything needed to build an engine for one base model."""
 
@@ -276,6 +291,8 @@ class EngineConfig:
     deterministic: bool = False  # batch-invariant: bitwise the same alone and in any batch (docs/engine.md)
     name: str = ""  # what checkpoints call the model; "": as `model`
     tokenizer: str | None = None  # a directory with tokenizer.json, for `SampleWork.stop_bytes`
+    role: Literal["both", "trainer", "sampler"] = "both"  # what its memory is planned for
+    placement: Placement | None = None  # None: in this process
 
 
 @dataclass(frozen=True)
@@ -341,8 +358,24 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class PartitionedEngine(Engine, Protocol):
+    """An engine with several trainers; its own `trainer` is the first."""
+
+    def partition(self, index: int) -> Engine:
+        """The engine of the trainer with this index, built anew if that was lost; blocks meanwhile.
+
+        Closing it ends that trainer alone. All of them have the same sampler.
+        """
+        ...
+
+
 def build_engine(config: EngineConfig) -> Engine:
     """The engine that `config` names. Heavy imports happen here, not at import."""
+    if config.placement is not None:
+        from tinkex.engine.cluster.cluster_engine import ClusterEngine
+
+        return ClusterEngine(config)
     match config.kind:
         case "fake":
             from tinkex.engine.fake import FakeEngine

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import format_datetime
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, cast
 
 import orjson
@@ -31,7 +31,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex import tracing
-from tinkex.config import is_loopback
+from tinkex.config import is_loopback_host
 from tinkex.engine.protocol import EngineError
 from tinkex.errors import InvalidInputError
 from tinkex.server.api_keys import Authenticator, Identity, credential
@@ -192,11 +192,6 @@ class Gateway:
         for task in self._polls:
             task.cancel()
         await self.service.samplers.stop()  # each open stream ends with a failure event
-
-
-@lru_cache(maxsize=1024)
-def is_loopback_host(host: str) -> bool:
-    return is_loopback(f"//[{host}]" if ":" in host else f"//{host}")
 
 
 @dataclass(eq=False)

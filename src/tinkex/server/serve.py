@@ -25,6 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinkex._version import __version__
+from tinkex.config import is_loopback_host
 from tinkex.engine.protocol import Engine
 from tinkex.errors import TinkerError
 from tinkex.server.api_keys import Authenticator
@@ -38,7 +39,7 @@ from tinkex.server.bodies import (
 )
 from tinkex.server.console import console_routes
 from tinkex.server.downloads import download_routes
-from tinkex.server.gateway import Endpoint, Gateway, build_app, is_loopback_host
+from tinkex.server.gateway import Endpoint, Gateway, build_app
 from tinkex.server.metrics import Metrics
 from tinkex.server.openai.routes import openai_routes
 from tinkex.server.signing import DownloadSigner, WeightsTokens, home_secret

@@ -31,6 +31,7 @@ from tinkex.errors import InvalidInputError
 _CHUNK_FLOPS = 1.2e14  # of one prefill chunk on a GPU: about 0.2 s
 _PACKED_SHARE = 0.25  # of the free memory after loading, for a second copy of the weights
 _KV_SHARE, _STATE_SHARE, _ADAPTER_SHARE = 0.25, 0.125, 0.25  # of the free memory after that
+_KV_SHARE_ALONE = 0.6  # of an engine that does not train
 
 
 class TorchEngine:
@@ -170,7 +171,9 @@ def plan_memory(config: EngineConfig, decoder: Decoder, context: int) -> dict[st
     free = int(memory.free_bytes(weight.device))
     page = page_bytes(shape.kv_shapes, weight.dtype)
     one = -(-context // PAGE)
-    wanted = (int(free * _KV_SHARE) if config.kv_bytes is None else config.kv_bytes) // page
+    # An engine that only samples needs no room for passes, and one that only trains no KV pages.
+    share = {"both": _KV_SHARE, "sampler": _KV_SHARE_ALONE, "trainer": 0.0}[config.role]
+    wanted = (int(free * share) if config.kv_bytes is None else config.kv_bytes) // page
     pages = max(1, wanted) if config.kv_bytes is not None else min(max(wanted, one), one * config.max_batch)
     # A slot for each of `max_batch` sequences and as many snapshots, as far as there is room; two at least.
     slot = slot_bytes(shape.state_shapes)

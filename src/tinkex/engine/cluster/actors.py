@@ -1,0 +1,153 @@
+"""What runs on the nodes of a cluster: an engine in a Ray actor, of which the trainer or the sampler is used.
+
+An engine's error is returned as a value, so that any exception of a call means that the actor is gone. The
+bytes of an exported adapter stay in Ray's object store, which brings them to each node once. Knows neither
+what is routed here nor who else there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from tinkex.engine.protocol import (
+    Command,
+    Engine,
+    EngineConfig,
+    EngineError,
+    EngineLost,
+    ExportAdapter,
+    Heartbeat,
+    Location,
+    ModelInfo,
+    SampledTokens,
+    SampleWork,
+)
+from tinkex.types.outputs import SampleResponse
+from tinkex.types.params import LoraConfig
+
+BuildEngine = Callable[[EngineConfig], Engine]
+Piece = SampledTokens | SampleResponse | EngineError
+
+
+@dataclass(frozen=True)
+class StoredExport:
+    """An exported adapter in Ray's object store; `refs` holds one reference, which Ray leaves as it is."""
+
+    refs: list[Any]
+    lora: LoraConfig
+    nbytes: int
+    saved: Location | None
+
+
+def _as_error(error: Exception) -> EngineError:
+    """What an actor returns instead of raising."""
+    return error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+
+
+class EngineActor:
+    """An engine in a process of its own; built when the actor is."""
+
+    def __init__(self, config: EngineConfig, build: BuildEngine) -> None:
+        self._problem: EngineError | None = None
+        self._engine: Any = None
+        try:
+            self._engine = build(config)
+        except Exception as error:  # `describe` says it: an exception here would hide the category
+            self._problem = _as_error(error)
+
+    async def describe(self) -> tuple[ModelInfo, Heartbeat] | EngineError:
+        return self._problem or (self._engine.info, self._engine.heartbeat())
+
+    async def beat(self) -> Heartbeat:
+        return self._engine.heartbeat()
+
+
+class TrainerActor(EngineActor):
+    """Executes one command at a time: the caller sends the next when it has the last one's result."""
+
+    async def execute(self, command: Command[Any]) -> tuple[Any, Heartbeat]:
+        try:
+            result = await asyncio.wrap_future(self._engine.trainer.submit(command))
+            if isinstance(command, ExportAdapter):
+                result = StoredExport([ray.put(result)], result.lora, result.nbytes, command.saved)
+        except Exception as error:
+            result = _as_error(error)
+        return result, self._engine.heartbeat()
+
+
+class SamplerActor(EngineActor):
+    """Serves many requests at once."""
+
+    async def sample(self, work: SampleWork) -> SampleResponse | EngineError:
+        try:
+            return await self._engine.sampler.sample(work)
+        except Exception as error:
+            return _as_error(error)
+
+    async def stream(self, work: SampleWork) -> AsyncGenerator[list[Piece], None]:
+        """Pieces as they come: those that came while the last ones were sent go together."""
+        pieces: list[Piece] = []
+        ready = asyncio.Event()
+
+        async def draw() -> None:
+            try:
+                async with aclosing(self._engine.sampler.stream(work)) as drawn:
+                    async for piece in drawn:
+                        pieces.append(piece)
+                        ready.set()
+            except Exception as error:
+                pieces.append(_as_error(error))
+                ready.set()
+
+        drawing = asyncio.get_running_loop().create_task(draw())
+        try:
+            ended = False
+            while not ended:
+                await ready.wait()
+                ready.clear()
+                sent, pieces[:] = list(pieces), []
+                ended = not isinstance(sent[-1], SampledTokens)
+                yield sent
+        finally:
+            drawing.cancel()
+            await asyncio.gather(drawing, return_exceptions=True)
+
+    async def publish(self, name: str, source: StoredExport | Location) -> EngineError | None:
+        try:
+            if isinstance(source, StoredExport):
+                source = await _fetched(source)
+            await self._engine.sampler.publish(name, source)
+        except Exception as error:
+            return _as_error(error)
+        return None
+
+    async def retire(self, name: str) -> EngineError | None:
+        try:
+            await self._engine.sampler.retire(name)
+        except Exception as error:
+            return _as_error(error)
+        return None
+
+
+async def _fetched(source: StoredExport) -> Any:
+    """The export itself, from this node's object store or through it; or where the adapter is saved."""
+    try:
+        return await source.refs[0]
+    except RayError as error:  # its owner died, and the bytes with it
+        if source.saved is None:
+            raise EngineError(
+                f"an exported adapter was lost with the trainer that exported it: {error}"
+            ) from error
+        return source.saved
+
+
+def is_lost(value: Any) -> bool:
+    """Does an actor say that its engine can do nothing any more?"""
+    return isinstance(value, EngineLost)

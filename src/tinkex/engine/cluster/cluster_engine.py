@@ -1,0 +1,258 @@
+"""An engine whose trainers and samplers are Ray actors: builds them, watches them, replaces samplers.
+
+One placement group holds the trainers and the fewest samplers; samplers beyond those come and go by how long
+requests wait. Ray restarts nothing and repeats nothing. A trainer that dies is EngineLost for its runs alone:
+whoever needs it asks for its partition again. A sampler that dies is replaced here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tinkex.engine.cluster.actors import BuildEngine, EngineActor, SamplerActor, TrainerActor
+from tinkex.engine.cluster.connection import connect
+from tinkex.engine.cluster.remote_trainer import RemoteTrainer, fetch
+from tinkex.engine.cluster.routing import Autoscaler
+from tinkex.engine.cluster.sampler_pool import CLOSED, RemoteSampler, SamplerPool
+from tinkex.engine.protocol import (
+    EngineConfig,
+    EngineError,
+    EngineLost,
+    Heartbeat,
+    ModelInfo,
+    Placement,
+    build_engine,
+)
+
+log = logging.getLogger("tinkex")
+PATIENCE = 120.0  # seconds for the cluster to make room for the actors
+BEAT = 0.5  # seconds between two looks at the samplers
+MAX_FAILURES = 3  # attempts in a row to build a sampler, before the engine is given up
+
+
+class TrainerPart:
+    """The engine of one trainer; its sampler is shared by all of them."""
+
+    def __init__(self, index: int, info: ModelInfo, trainer: RemoteTrainer, sampler: SamplerPool) -> None:
+        self.index, self.info, self.trainer, self.sampler = index, info, trainer, sampler
+
+    def heartbeat(self) -> Heartbeat:
+        trouble = self.trainer.trouble
+        return replace(self.trainer.beat, alive=not trouble, trouble=trouble)
+
+    def close(self) -> None:
+        self.trainer.close()
+
+
+class ClusterEngine:
+    """One base model on a cluster; `build` makes the engine inside each actor."""
+
+    def __init__(self, config: EngineConfig, build: BuildEngine = build_engine) -> None:
+        assert config.placement is not None
+        connect(config.placement.cluster)
+        self._config, self._build = config, build
+        self._placement = _checked(config.placement)
+        self._share = _share(config, self._placement)
+        self._lock = threading.Lock()
+        self._parts: dict[int, TrainerPart] = {}
+        self._building: dict[int, threading.Lock] = {
+            i: threading.Lock() for i in range(self._placement.trainers)
+        }
+        self._serial, self._failures = itertools.count(), 0
+        self._wake, self._closed = threading.Event(), False
+        self.sampler = SamplerPool(config.max_batch, self._wake.set)
+        self._scaler = Autoscaler(self._placement.samplers, self._placement.max_samplers, config.max_batch)
+        self._group = _reserve(self._share, self._placement)
+        try:
+            first = self._start(TrainerActor, 0)
+            samplers = [(self._start(SamplerActor, b), b) for b in self._sampler_bundles()]
+            self.info, beat = _described(first)
+            for actor, bundle in samplers:
+                self._join(actor, bundle)
+        except BaseException:
+            self.sampler.close()
+            remove_placement_group(self._group)
+            raise
+        self._parts[0] = self._part(0, first, self.info, beat)
+        threading.Thread(target=self._watch, name="tinkex-cluster", daemon=True).start()
+
+    # -- the contract ------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> RemoteTrainer:
+        return self._parts[0].trainer
+
+    def partition(self, index: int) -> TrainerPart:
+        if index not in self._building:
+            raise EngineError(f"there is no trainer {index}: there are {len(self._building)}")
+        with self._building[index]:
+            part = self._parts.get(index)
+            if part is None or part.trainer.trouble:
+                actor = self._start(TrainerActor, index)
+                part = self._part(index, actor, *_described(actor))
+                self._parts[index] = part
+            if self._closed:
+                part.close()
+                raise EngineLost(CLOSED)
+            return part
+
+    def heartbeat(self) -> Heartbeat:
+        """Of the samplers; of the trainers, what they have in common with an engine in one process."""
+        beat = self.sampler.heartbeat()
+        parts = [part.heartbeat() for part in self._parts.values()]
+        stats = {**beat.stats, "trainers": float(sum(part.alive for part in parts))}
+        for name in ("adapters_live", "adapter_bytes"):
+            stats[name] = sum(part.stats.get(name, 0.0) for part in parts)
+        return replace(beat, stats=stats)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._wake.set()
+        self.sampler.close()
+        for part in list(self._parts.values()):
+            part.close()
+        with contextlib.suppress(RayError):
+            remove_placement_group(self._group)
+
+    # -- actors ------------------------------------------------------------------------------------------
+
+    def _start(self, kind: type[EngineActor], bundle: int | None) -> Any:
+        """An actor that is being made: `_described` waits for it."""
+        role = "trainer" if kind is TrainerActor else "sampler"
+        config = replace(self._config, placement=None, role=role)
+        options: dict[str, Any] = {
+            "num_cpus": self._share["CPU"], "num_gpus": self._share.get("GPU", 0),
+            "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4096,
+        }  # fmt: skip
+        if bundle is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, bundle)
+        return ray.remote(kind).options(**options).remote(config, self._build)
+
+    def _part(self, index: int, actor: Any, info: ModelInfo, beat: Heartbeat) -> TrainerPart:
+        return TrainerPart(index, info, RemoteTrainer(actor, beat), self.sampler)
+
+    def _sampler_bundles(self) -> list[int]:
+        first = self._placement.trainers
+        return list(range(first, first + self._placement.samplers))
+
+    def _join(self, actor: Any, bundle: int | None) -> None:
+        """Have a sampler serve, once it is there."""
+        try:
+            _, beat = _described(actor)
+        except BaseException:
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
+            raise
+        self.sampler.add(RemoteSampler(next(self._serial), actor, beat, bundle))
+
+    # -- watching ----------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._closed:
+            self._wake.wait(BEAT)
+            self._wake.clear()
+            try:
+                self._look()
+                self._scale()
+            except Exception:
+                if not self._closed:
+                    log.exception("a look at the actors of %s failed", self._config.name)
+
+    def _look(self) -> None:
+        """Take the samplers' reports; one that is gone is noticed even if nobody asks it."""
+        samplers = [*self.sampler.samplers.values()]
+        asked = {sampler.actor.beat.remote(): sampler for sampler in samplers}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=1.0) if asked else ([], [])
+        for reference in answered:
+            sampler = asked[reference]
+            try:
+                sampler.beat = fetch(reference)
+            except RayError:
+                self.sampler.lose(sampler)
+            else:
+                if not sampler.beat.alive:
+                    self.sampler.lose(sampler)
+        for part in list(self._parts.values()):
+            part.trainer.watch()
+
+    def _scale(self) -> None:
+        """Replace what was lost, add what is needed, let go of what is not."""
+        have = [s for s in self.sampler.samplers.values() if not s.leaving]
+        for sampler in list(self.sampler.samplers.values()):
+            if sampler.leaving and not sampler.load:
+                self.sampler.lose(sampler)
+        in_flight, waited = self.sampler.in_flight()
+        wanted = self._scaler.wanted(time.monotonic(), len(have), in_flight, waited)
+        if wanted < len(have):
+            self.sampler.spare()
+        free = [b for b in self._sampler_bundles() if b not in {s.bundle for s in have}]
+        for place in [*free, None, None][: max(0, wanted - len(have))]:
+            if self._closed:
+                return
+            log.info("%s gets another sampler", self._config.name or self._config.model)
+            try:
+                self._join(self._start(SamplerActor, place), place)
+                self._failures = 0
+            except (EngineError, RayError) as error:
+                self._failures += 1
+                log.error("a sampler of %s could not be made: %s", self._config.name, error)
+                if self._failures >= MAX_FAILURES and not self.sampler.samplers:
+                    self.sampler.close(f"no sampler could be made: {error}")
+
+
+def _checked(placement: Placement) -> Placement:
+    if placement.trainers < 1 or placement.samplers < 1 or placement.max_samplers < placement.samplers:
+        raise EngineError(
+            f"a model needs a trainer and a sampler, and max_samplers ≥ samplers: {placement}", "user"
+        )
+    return placement
+
+
+def _share(config: EngineConfig, placement: Placement) -> dict[str, float]:
+    """What each actor takes of the cluster."""
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0 and config.kind != "fake" and config.device != "cpu"
+    gpus = placement.gpus if placement.gpus is not None else float(has_gpus)
+    return {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
+
+
+def _reserve(share: dict[str, float], placement: Placement) -> PlacementGroup:
+    """Room for the trainers and the fewest samplers; on as many nodes as there are."""
+    count = placement.trainers + placement.samplers
+    group = placement_group([dict(share) for _ in range(count)], strategy="SPREAD")
+    try:
+        ray.get(group.ready(), timeout=PATIENCE)
+    except GetTimeoutError:
+        remove_placement_group(group)
+        have = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
+        raise EngineError(
+            f"the cluster has no room for {placement.trainers} trainers and {placement.samplers} samplers of "
+            f"{share} each; free are {have}. Ask for fewer with trainers= and samplers=, or add nodes"
+        ) from None
+    return group
+
+
+def _described(actor: Any) -> tuple[ModelInfo, Heartbeat]:
+    """Wait for an actor's engine. EngineError says why there is none; a dead actor is one too."""
+    try:
+        found = fetch(actor.describe.remote())
+    except RayError as error:
+        raise EngineError(f"an actor died while it was made: {error}") from error
+    if isinstance(found, EngineError):
+        with contextlib.suppress(RayError):
+            ray.kill(actor)
+        raise found
+    return found

@@ -1,0 +1,128 @@
+"""The contract's trainer over a `TrainerActor`: a queue in this process, one command at a time over there.
+
+A command that has not been sent can be cancelled. When the actor is gone, everything that was not answered
+fails with EngineLost, and so does what comes after: a command is never sent twice, because nobody knows
+whether it was executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from tinkex.engine.cluster.actors import StoredExport, is_lost
+from tinkex.engine.protocol import Command, EngineError, EngineLost, Heartbeat, R
+from tinkex.types.params import LoraConfig
+
+
+class RemoteExport:
+    """An exported adapter whose bytes are in Ray's object store. Pickled, it is the export itself."""
+
+    def __init__(self, stored: StoredExport) -> None:
+        self.stored = stored
+
+    @property
+    def lora(self) -> LoraConfig:
+        return self.stored.lora
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (ray.get(self.stored.refs[0]),)
+
+
+def _itself(export: Any) -> Any:
+    return export
+
+
+class RemoteTrainer:
+    """One trainer actor; `beat` is its last report."""
+
+    def __init__(self, actor: Any, beat: Heartbeat) -> None:
+        self._actor, self.beat = actor, beat
+        self._queue: deque[tuple[Command[Any], Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self.trouble = ""  # why it can do nothing any more
+        threading.Thread(target=self._run, name="tinkex-remote-trainer", daemon=True).start()
+
+    def submit(self, command: Command[R]) -> Future[R]:
+        future: Future[R] = Future()
+        with self._wake:
+            if self.trouble:
+                raise EngineLost(self.trouble)
+            self._queue.append((command, future))
+            self._wake.notify()
+        return future
+
+    def close(self, why: str = "the engine was closed") -> None:
+        """End the actor; pending commands fail."""
+        with self._wake:
+            if self.trouble:
+                return
+            self.trouble = why
+            self._wake.notify()
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor)
+
+    def watch(self) -> None:
+        """Notice that the actor is gone while it has nothing to do; called now and then, blocks shortly."""
+        if self.trouble or self._queue:
+            return
+        try:
+            self.beat = fetch(self._actor.beat.remote(), timeout=10.0)
+        except GetTimeoutError:
+            return  # a command holds it up
+        except RayError as error:
+            self.close(_why(error))
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._queue or self.trouble)
+                if self.trouble:
+                    break
+                command, future = self._queue.popleft()
+            if future.set_running_or_notify_cancel():
+                self._execute(command, future)
+            del command, future  # they may be large
+        for _, future in self._queue:
+            settle(future, EngineLost(self.trouble))
+
+    def _execute(self, command: Command[Any], future: Future[Any]) -> None:
+        try:
+            result, self.beat = fetch(self._actor.execute.remote(command))
+        except RayError as error:
+            self.close(_why(error))
+            result = EngineLost(self.trouble)
+        except Exception as error:  # a command that cannot be pickled, say
+            result = EngineError(f"{type(error).__name__}: {error}")
+        if is_lost(result):
+            self.close(result.message)
+        settle(future, RemoteExport(result) if isinstance(result, StoredExport) else result)
+
+
+def fetch(reference: Any, timeout: float | None = None) -> Any:
+    """The value of one reference; blocks until it is there."""
+    return ray.get(reference, timeout=timeout)
+
+
+def settle(future: Future[Any], result: Any) -> None:
+    """Resolve a future, whose caller may have cancelled it meanwhile."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+def _why(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"its process on the cluster is gone ({type(error).__name__}{': ' + lines[0] if lines else ''})"

@@ -1,0 +1,346 @@
+"""The contract's sampler over several `SamplerActor`s: routing, adapters on first use, and repeats.
+
+A request whose sampler died before it answered anything is sent to another one; it waits while there is none.
+A stream of which something was delivered ends with EngineLost instead. Adapters are checked on one sampler
+when they are published, and loaded by the others when they are first used there. A lock guards everything:
+any event loop and any thread may call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, TaskCancelledError
+
+from tinkex.engine.cluster.actors import StoredExport, is_lost
+from tinkex.engine.cluster.remote_trainer import RemoteExport, settle
+from tinkex.engine.cluster.routing import choose, route_key
+from tinkex.engine.protocol import (
+    EngineError,
+    EngineLost,
+    ExportedAdapter,
+    Heartbeat,
+    Location,
+    SampledTokens,
+    SampleWork,
+)
+from tinkex.engine.request import user_error
+from tinkex.types.outputs import SampleResponse
+
+MAX_REPEATS = 3  # of a request whose samplers died: it may be what kills them
+CLOSED = "the engine was closed"
+
+
+@dataclass(eq=False)
+class RemoteSampler:
+    """One sampler actor, as this process sees it."""
+
+    number: int
+    actor: Any
+    beat: Heartbeat
+    bundle: int | None = None  # its place in the placement group
+    load: int = 0  # sequences under way
+    alive: bool = True
+    leaving: bool = False  # it gets no new requests
+    adapters: dict[str, Future[None]] = field(
+        default_factory=dict[str, "Future[None]"]
+    )  # there, or on the way
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A request that no sampler has room for."""
+
+    key: bytes
+    size: int
+    since: float
+    turn: Future[RemoteSampler]
+
+
+class SamplerLost(Exception):
+    """The sampler that had a request is gone."""
+
+
+class SamplerPool:
+    """Samplers that serve one base model; `changed` is called when one was lost."""
+
+    def __init__(self, capacity: int, changed: Callable[[], None]) -> None:
+        self.capacity, self._changed = capacity, changed
+        self.samplers: dict[int, RemoteSampler] = {}
+        self._published: dict[str, StoredExport | Location] = {}
+        self._waiting: deque[_Waiting] = deque()
+        self._lock = threading.RLock()
+        self.trouble = ""
+
+    # -- the contract ------------------------------------------------------------------------------------
+
+    async def sample(self, work: SampleWork) -> SampleResponse:
+        for _ in range(MAX_REPEATS):
+            with contextlib.suppress(SamplerLost):
+                async with self._admitted(work) as sampler:
+                    response = await self._call(sampler, sampler.actor.sample, work)
+                    assert isinstance(response, SampleResponse)
+                    return response
+        raise EngineError(f"{MAX_REPEATS} samplers died while they had this request")
+
+    async def stream(self, work: SampleWork) -> AsyncGenerator[SampledTokens | SampleResponse, None]:
+        for _ in range(MAX_REPEATS):
+            begun = False
+            try:
+                async with self._admitted(work) as sampler:
+                    async with contextlib.aclosing(self._pieces(sampler, work)) as pieces:
+                        async for piece in pieces:
+                            begun = True
+                            yield piece
+                        return
+            except SamplerLost as error:
+                if begun:  # what was delivered cannot be taken back
+                    raise EngineLost(self.trouble or str(error)) from error
+        raise EngineError(f"{MAX_REPEATS} samplers died while they had this request")
+
+    async def publish(self, name: str, source: Location | ExportedAdapter) -> None:
+        self._check_open()
+        if name in self._published:
+            return
+        if isinstance(source, RemoteExport):
+            source = source.stored
+        elif not isinstance(source, str):  # an export that came from another process
+            source = StoredExport(
+                [await asyncio.to_thread(ray.put, source)], source.lora, source.nbytes, None
+            )
+        with self._lock:
+            self._published.setdefault(name, source)
+        try:
+            for _ in range(MAX_REPEATS):
+                with contextlib.suppress(SamplerLost):
+                    async with self._taken(name.encode(), 0) as sampler:
+                        return await self._have(sampler, name)
+            raise EngineError(f"{MAX_REPEATS} samplers died while they loaded adapter {name!r}")
+        except BaseException:
+            with self._lock:
+                self._published.pop(name, None)
+            raise
+
+    async def retire(self, name: str) -> None:
+        self._check_open()
+        with self._lock:
+            self._published.pop(name, None)
+            having = [(s, loaded) for s in self.samplers.values() if (loaded := s.adapters.pop(name, None))]
+        for sampler, loaded in having:
+            with contextlib.suppress(EngineError, SamplerLost):
+                await asyncio.wrap_future(loaded)
+            with contextlib.suppress(SamplerLost):
+                await self._call(sampler, sampler.actor.retire, name)
+
+    # -- one request -------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, work: SampleWork):
+        """A sampler with room for this request, which has its adapter."""
+        async with self._taken(route_key(work.adapter, work.prompt), work.num_samples) as sampler:
+            if work.adapter is not None:
+                await self._have(sampler, work.adapter)
+            yield sampler
+
+    @contextlib.asynccontextmanager
+    async def _taken(self, key: bytes, size: int):
+        sampler = await self._take(key, size)
+        try:
+            yield sampler
+        finally:
+            self._give_back(sampler, size)
+
+    async def _take(self, key: bytes, size: int) -> RemoteSampler:
+        with self._lock:
+            self._check_open()
+            if not self._waiting and (sampler := self._choose(key, size)) is not None:
+                sampler.load += size
+                return sampler
+            waiting = _Waiting(key, size, time.monotonic(), Future())
+            self._waiting.append(waiting)
+        try:
+            return await asyncio.wrap_future(waiting.turn)
+        except asyncio.CancelledError:
+            with self._lock:
+                if waiting in self._waiting:
+                    self._waiting.remove(waiting)
+                    self._admit()  # others may have waited behind it
+                elif not waiting.turn.cancelled() and waiting.turn.exception() is None:
+                    self._give_back(waiting.turn.result(), size)
+            raise
+
+    def _choose(self, key: bytes, size: int) -> RemoteSampler | None:
+        loads = {n: s.load for n, s in self.samplers.items() if not s.leaving}
+        number = choose(key, loads, size, self.capacity)
+        return None if number is None else self.samplers[number]
+
+    def _give_back(self, sampler: RemoteSampler, size: int) -> None:
+        with self._lock:
+            sampler.load -= size
+            self._admit()
+
+    def _admit(self) -> None:
+        """Give those who wait a sampler, in order."""
+        while self._waiting:
+            first = self._waiting[0]
+            sampler = self._choose(first.key, first.size)
+            if sampler is None:
+                return
+            self._waiting.popleft()
+            if first.turn.set_running_or_notify_cancel():
+                sampler.load += first.size
+                settle(first.turn, sampler)
+
+    async def _have(self, sampler: RemoteSampler, name: str) -> None:
+        """Have a published adapter on a sampler; the first to ask loads it."""
+        with self._lock:
+            source, loaded = self._published.get(name), sampler.adapters.get(name)
+            if source is None:
+                raise user_error(f"there is no published adapter {name!r}")
+            if begins := loaded is None:
+                loaded = sampler.adapters[name] = Future()
+        if begins:
+            # Not cancelled with the request that asked first: others may wait for it by then.
+            loading = asyncio.get_running_loop().create_task(self._load(sampler, name, source, loaded))
+            await asyncio.shield(loading)
+        else:
+            await asyncio.shield(asyncio.wrap_future(loaded))
+
+    async def _load(
+        self, sampler: RemoteSampler, name: str, source: StoredExport | Location, loaded: Future[None]
+    ) -> None:
+        try:
+            await self._call(sampler, sampler.actor.publish, name, source)
+        except BaseException as error:
+            with self._lock:
+                sampler.adapters.pop(name, None)
+            settle(loaded, error)
+            raise
+        settle(loaded, None)
+
+    async def _call(self, sampler: RemoteSampler, method: Any, *arguments: Any) -> Any:
+        """Call an actor; EngineError as it says, SamplerLost if it is gone. Cancelled with the caller."""
+        reference = None
+        try:
+            reference = method.remote(*arguments)
+            value = await reference
+        except asyncio.CancelledError:
+            if reference is not None:
+                _cancel(reference)
+            raise
+        except RayError as error:
+            raise self._gone(sampler, error) from error
+        if is_lost(value):
+            raise self._gone(sampler, value)
+        if isinstance(value, EngineError):
+            raise value
+        return value
+
+    async def _pieces(
+        self, sampler: RemoteSampler, work: SampleWork
+    ) -> AsyncGenerator[SampledTokens | SampleResponse, None]:
+        generator = sampler.actor.stream.options(num_returns="streaming").remote(work)
+        ended = False
+        try:
+            async for reference in generator:
+                for piece in await reference:
+                    if is_lost(piece):
+                        raise self._gone(sampler, piece)
+                    if isinstance(piece, EngineError):
+                        raise piece
+                    ended = not isinstance(piece, SampledTokens)
+                    yield piece
+        except RayError as error:
+            raise self._gone(sampler, error) from error
+        finally:
+            if not ended:
+                _cancel(generator)
+
+    def _gone(self, sampler: RemoteSampler, error: BaseException) -> Exception:
+        """What to raise: EngineLost if all is over, else SamplerLost, upon which a request is repeated."""
+        if self.trouble:
+            return EngineLost(self.trouble)
+        if not isinstance(error, TaskCancelledError):
+            self.lose(sampler)
+        return SamplerLost(f"sampler {sampler.number} is gone ({type(error).__name__})")
+
+    # -- the samplers ------------------------------------------------------------------------------------
+
+    def add(self, sampler: RemoteSampler) -> None:
+        with self._lock:
+            self.samplers[sampler.number] = sampler
+            self._admit()
+
+    def lose(self, sampler: RemoteSampler) -> None:
+        """This one is gone, or is to go at once."""
+        with self._lock:
+            if not sampler.alive:
+                return
+            sampler.alive = False
+            self.samplers.pop(sampler.number, None)
+        with contextlib.suppress(RayError):
+            ray.kill(sampler.actor)
+        self._changed()
+
+    def spare(self) -> RemoteSampler | None:
+        """The sampler that would be missed least; it gets no new requests from now on."""
+        with self._lock:
+            staying = [s for s in self.samplers.values() if not s.leaving and s.bundle is None]
+            if not staying:
+                return None
+            chosen = min(staying, key=lambda s: (s.load, -s.number))
+            chosen.leaving = True
+            return chosen
+
+    def in_flight(self) -> tuple[int, float]:
+        """Sequences under way or waiting; seconds that the next one has waited."""
+        with self._lock:
+            waited = time.monotonic() - self._waiting[0].since if self._waiting else 0.0
+            return sum(s.load for s in self.samplers.values()) + sum(w.size for w in self._waiting), waited
+
+    def heartbeat(self) -> Heartbeat:
+        with self._lock:
+            samplers = list(self.samplers.values())
+            waiting = sum(waiting.size for waiting in self._waiting)
+        stats: dict[str, float] = {"samplers": len(samplers)}
+        for sampler in samplers:
+            for name, value in sampler.beat.stats.items():
+                stats[name] = stats.get(name, 0.0) + value
+        stats["sequences_running"] = sum(sampler.load for sampler in samplers)
+        stats["sequences_waiting"] = waiting
+        stats["adapters_published"] = len(self._published)
+        memory = samplers[0].beat.memory if samplers else {}
+        return Heartbeat(not self.trouble, self.trouble, stats, memory)
+
+    def close(self, why: str = CLOSED) -> None:
+        """Fail what is pending and what comes after with EngineLost."""
+        with self._lock:
+            if self.trouble:
+                return
+            self.trouble = why
+            samplers, self.samplers = list(self.samplers.values()), {}
+            waiting, self._waiting = list(self._waiting), deque()
+        for one in waiting:
+            settle(one.turn, EngineLost(why))
+        for sampler in samplers:
+            sampler.alive = False
+            with contextlib.suppress(RayError):
+                ray.kill(sampler.actor)
+
+    def _check_open(self) -> None:
+        if self.trouble:
+            raise EngineLost(self.trouble)
+
+
+def _cancel(reference: Any) -> None:
+    with contextlib.suppress(RayError, ValueError, TypeError):
+        ray.cancel(reference, recursive=False)
