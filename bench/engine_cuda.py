@@ -122,20 +122,22 @@ def run_bare(trainer: TorchTrainer, passes: Sequence[Pass]) -> Any:
     return outcome
 
 
-def new_trainer(
-    bench: Bench, runs: int, deterministic: bool = False, rank: int = RANK, **settings: Any
-) -> TorchTrainer:
+def rank_of(bench: Bench, runs: int) -> int:
+    """16 adapters of rank 32 on experts do not fit."""
+    return 8 if runs > 1 and "num_experts" in SHAPES[bench.shape] else RANK
+
+
+def new_trainer(bench: Bench, runs: int, deterministic: bool = False, **settings: Any) -> TorchTrainer:
     decoder = bench.decoder.with_backend(choose_backend("cuda", torch.bfloat16, deterministic=deterministic))
     trainer = TorchTrainer(decoder, bench.shape, max_pass_tokens=16_384, **settings)
     for i in range(runs):
-        trainer.execute(CreateAdapter(f"run{i}", LoraConfig(rank=rank, seed=i)))
+        trainer.execute(CreateAdapter(f"run{i}", LoraConfig(rank=rank_of(bench, runs), seed=i)))
     return trainer
 
 
 def train(bench: Bench, runs: int, recompute: bool, deterministic: bool = False) -> float:
     """Tokens a second of a pass; a step is part of it where one run has it all."""
-    rank = 8 if runs > 1 and "num_experts" in SHAPES[bench.shape] else RANK  # 16 of rank 32 do not fit
-    trainer = new_trainer(bench, runs, deterministic, rank, recompute=recompute)
+    trainer = new_trainer(bench, runs, deterministic, recompute=recompute)
 
     def one(turn: int) -> float:
         work = passes(bench, LENGTHS, runs, turn)
@@ -180,11 +182,15 @@ def new_engine(bench: Bench, adapters: int, deterministic: bool = False) -> Torc
         bench.shape, device="cuda", kv_bytes=24 << 30, max_context=4096, deterministic=deterministic
     )
     engine = TorchEngine(config, bench.decoder)
-    for i in range(adapters):
-        engine.trainer.submit(CreateAdapter(f"run{i}", LoraConfig(rank=RANK, seed=i))).result()
-        asyncio.run(
-            engine.sampler.publish(f"published{i}", engine.trainer.submit(ExportAdapter(f"run{i}")).result())
-        )
+    try:
+        for i in range(adapters):
+            lora = LoraConfig(rank=rank_of(bench, adapters), seed=i)
+            engine.trainer.submit(CreateAdapter(f"run{i}", lora)).result()
+            exported = engine.trainer.submit(ExportAdapter(f"run{i}")).result()
+            asyncio.run(engine.sampler.publish(f"published{i}", exported))
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 
