@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.client.conftest import PARAMS, PROMPT, datum
@@ -16,6 +18,10 @@ from tinkex.types import SessionSearchRequest
 
 CLIENTS = (ServiceClient, TrainingClient, SamplingClient, RestClient, AdminClient)
 PATH = "tinker://run:train:0/weights/step-1"
+
+_ADAPTER = tempfile.TemporaryDirectory(prefix="tinkex-adapter-")  # files that are read, not understood
+for _file in ("adapter_model.safetensors", "adapter_config.json"):
+    Path(_ADAPTER.name, _file).write_text("{}")
 
 FINE: dict[str, Any] = {
     "access_scope": "owned",
@@ -37,6 +43,7 @@ FINE: dict[str, Any] = {
     "sampler_id": "sampler-1",
     "sampling_params": PARAMS,
     "session_id": "session-1",
+    "source": _ADAPTER.name,
     "starting_on": "2026-01-02T00:00:00Z",
     "tinker_path": PATH,
     "training_run_id": "run:train:0",

@@ -168,7 +168,7 @@ def there(clients: dict[type, Any]) -> dict[str, Any]:
 # They need a tokenizer, a handle, a JWT or a server of ours; each has tests of its own.
 NEEDS_MORE = {
     "get_tokenizer", "get_tokenizer_async", "from_sampler_handle", "whoami", "get_run_metrics",
-    "get_run_metrics_async", "on_queue_state_change",
+    "get_run_metrics_async", "on_queue_state_change", "import_checkpoint", "import_checkpoint_async",
 }  # fmt: skip
 
 

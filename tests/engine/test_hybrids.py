@@ -228,11 +228,11 @@ def adapted_logits(decoder: Decoder, adapter: Adapter) -> list[Tensor]:
 
 def test_adapters_are_saved_and_loaded_exactly(decoder: Decoder, adapter: Adapter, saved: Path) -> None:
     base = BaseIdentity.of(decoder, "tiny")
-    loaded = load_adapter(saved, decoder.sites(), base, decoder.unembed_weight, optimizer=True)
+    loaded = load_adapter(saved, decoder, base, optimizer=True)
     assert torch.equal(loaded.flat, adapter.flat)
     (saved / "tinkex.json").unlink()
     (saved / "SHA256SUMS").unlink()
-    assert torch.equal(load_adapter(saved, decoder.sites(), base, decoder.unembed_weight).flat, adapter.flat)
+    assert torch.equal(load_adapter(saved, decoder, base).flat, adapter.flat)
 
 
 def test_peft_loads_the_export(
@@ -354,7 +354,7 @@ def test_archives_with_an_empty_w3_are_read_exported_and_merged(tmp_path: Path) 
     save_file(tensors, saved / "adapter_model.safetensors")
     for ours in ("tinkex.json", "SHA256SUMS"):
         (saved / ours).unlink()
-    loaded = load_adapter(saved, decoder.sites(), base, decoder.unembed_weight)
+    loaded = load_adapter(saved, decoder, base)
     assert torch.equal(loaded.flat, adapter.flat)
     merge_adapter(path, saved, tmp_path / "merged again")
     export_peft(saved, tmp_path / "peft again", base_dir=path)
@@ -375,7 +375,7 @@ def test_what_an_archive_trains_is_told_by_its_names(tmp_path: Path, flag: str) 
     save_adapter(adapter, tmp_path / "adapter", base)
     for ours in ("tinkex.json", "SHA256SUMS"):
         (tmp_path / "adapter" / ours).unlink()
-    loaded = load_adapter(tmp_path / "adapter", decoder.sites(), base, decoder.unembed_weight)
+    loaded = load_adapter(tmp_path / "adapter", decoder, base)
     assert torch.equal(loaded.flat, adapter.flat)
 
 

@@ -155,6 +155,7 @@ def almost(server: Running) -> list[tuple[str, str, dict[str, Any]]]:
         ("POST", f"{v1}/load_weights", {**at, "path": f"tinker://{run}/weights/w", "optimizer": True}),
         ("POST", f"{v1}/weights_info", {"tinker_path": f"tinker://{run}/weights/w"}),
         ("POST", f"{v1}/copy_weights", {"source_path": f"tinker://{run}/weights/w", "session_id": session}),
+        ("POST", f"{v1}/import_weights", {"upload_id": "0123456789abcdef", "base_model": MODEL, "name": "n"}),
         ("PUT", f"{checkpoint}/ttl", {"ttl_seconds": 7200}),
         ("POST", f"{v1}/create_sampling_session",
          {"session_id": session, "sampling_session_seq_id": 1, "base_model": MODEL}),

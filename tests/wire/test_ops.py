@@ -42,6 +42,8 @@ POST save_weights_external
 POST load_weights
 POST weights_info
 POST copy_weights
+PUT uploads/U/adapter_config.json
+POST import_weights
 POST create_sampling_session
 POST join_sampling_session
 POST asample

@@ -156,7 +156,7 @@ def models():
 
 
 SPECIAL = {
-    "training_run_id": name, "session_id": name, "sampler_id": name, "file": name,
+    "training_run_id": name, "session_id": name, "sampler_id": name, "file": name, "upload_id": name,
     "model_name": st.builds("{}/{}".format, name, name),
     "checkpoint_id": st.builds("{}/{}".format, st.sampled_from(["weights", "sampler_weights"]), name),
 }  # fmt: skip
@@ -189,6 +189,8 @@ def requests(draw, op):
             fields[field] = draw(METADATA)
         elif info.annotation is str or kind.startswith("str |"):
             fields[field] = draw(text.filter(bool))
+        elif info.annotation is bytes:
+            fields[field] = draw(st.binary())
         elif info.annotation is bool:
             fields[field] = draw(st.booleans())
         elif info.annotation is int or kind.startswith(("int |", "typing.Annotated[int")):

@@ -219,6 +219,36 @@ def download(checkpoint_path: str, output: Path, force: bool) -> None:
     show(fields, f"Downloaded {parsed.checkpoint_id}", {"To": target, "Size": size(count)})
 
 
+@checkpoint.command("import")
+@click.argument("source")
+@click.option("--base", metavar="NAME", help="The base model.  [default: the one that its files name]")
+@click.option("--name", help="The checkpoint's name.  [default: as the directory or the repository]")
+@click.option("--ttl", type=Whole(1), metavar="SECONDS", help="Delete it after this many seconds.")
+@format_option
+def import_(source: str, base: str | None, name: str | None, ttl: int | None) -> None:
+    """Make an adapter from elsewhere a checkpoint here: it samples, trains on and exports.
+
+    \b
+    tinkex checkpoint import outputs/checkpoint-100    a directory of PEFT's
+    tinkex checkpoint import adapter.tar --base NAME   an archive of one
+    tinkex checkpoint import hf://OWNER/NAME           from the Hugging Face Hub
+    tinkex checkpoint import tinker://RUN/weights/NAME
+                           from the server in use, to this machine
+
+    Adapters of PEFT, TRL, Unsloth, LLaMA-Factory, axolotl and hosted Tinker are read, with any target
+    modules. Nothing in the files is executed.
+    """
+    from tinkex.cli.transfer import import_source
+
+    with bar("Uploading", of_bytes=True) as progress:
+        path, base_model = import_source(source, base, name, ttl, progress)
+    show(
+        {"tinker_path": path, "base_model": base_model},
+        f"Imported {source}",
+        {"Path": path, "Base model": base_model, "Try it": f"tinkex chat {path}"},
+    )
+
+
 @checkpoint.command("push-hf")
 @click.argument("checkpoint_path")
 @click.option("-r", "--repo", help="The repository, OWNER/NAME.  [default: one named after the run]")

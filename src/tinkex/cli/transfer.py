@@ -19,6 +19,7 @@ from tinkex.cli.output import bar, note
 from tinkex.cli.target import rest
 from tinkex.client.download import Progress, download_archive, download_files, new_directory
 from tinkex.client.rest import RestClient
+from tinkex.config import LOCAL
 from tinkex.models import hub_name
 from tinkex.store import CHECKSUMS
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
@@ -92,6 +93,31 @@ def _export(
             download_files(client.get_external_weights_urls(exported).result().urls, directory, progress)
         finally:
             client.delete_checkpoint_from_tinker_path(exported).result()
+
+
+def import_source(
+    source: str, base: str | None, name: str | None, ttl: int | None, progress: Progress
+) -> tuple[str, str]:
+    """Import an adapter into the service in use; its path and its base model.
+
+    A checkpoint of a server comes to this machine, where it must find its base model.
+    """
+    import tinkex
+
+    with tempfile.TemporaryDirectory(prefix="tinkex-") as scratch:
+        target = None
+        if source.startswith("tinker://"):
+            saved = ParsedCheckpointTinkerPath.from_tinker_path(source)
+            directory = Path(scratch) / "adapter"
+            with rest() as client:
+                fetch_checkpoint(client, saved, directory, overwrite=False)
+                base = base or client.get_weights_info_by_tinker_path(source).result().base_model
+            source, target = str(directory), LOCAL
+            name = name or saved.checkpoint_id.partition("/")[2]
+        with tinkex.ServiceClient(base_url=target) as service:
+            client = service.create_rest_client()
+            path = client.import_checkpoint(source, base, name, ttl_seconds=ttl, progress=progress).result()
+            return path, client.get_weights_info_by_tinker_path(path).result().base_model
 
 
 def hub() -> Any:

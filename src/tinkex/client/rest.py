@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from datetime import date, datetime
+from pathlib import Path
 
 from tinkex.client.admin import AdminClient
-from tinkex.client.base_client import BaseClient, check_id, check_ttl, warn_caller
+from tinkex.client.base_client import BaseClient, check_id, check_text, check_ttl, warn_caller
 from tinkex.client.credentials import decode_claims
 from tinkex.client.future import APIFuture, check_timeout
 from tinkex.client.rest_results import Listing, StepMetrics, check_page_size
@@ -251,6 +253,38 @@ class RestClient(BaseClient):
             weights_access_token=weights_access_token,
         )  # fmt: skip
 
+    def import_checkpoint(
+        self,
+        source: str | Path,
+        base_model: str | None = None,
+        name: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        progress: Callable[[int, int | None], None] | None = None,
+    ) -> APIFuture[str]:
+        """Make an adapter from elsewhere a checkpoint, which samples and trains on; returns its path.
+
+        `source` is a PEFT directory, a tar of one, or `hf://OWNER/NAME`. `base_model` is needed where its
+        files do not name one that the server has. Only Tinkex servers do this.
+
+        `rest.import_checkpoint("outputs/checkpoint-100", "Qwen/Qwen3-0.6B").result()`
+        """
+        if not isinstance(source, str | Path) or not str(source):
+            raise InvalidInputError(f"source must be a path or hf://OWNER/NAME, got {source!r:.80}")
+        if progress is not None and not callable(progress):
+            raise InvalidInputError(f"progress must be a function or None, got {progress!r:.80}")
+        check_text("base_model", base_model)
+        check_text("name", name)
+        ttl = check_ttl(ttl_seconds)
+        from tinkex.client.adapter_upload import import_adapter  # most programs never get here
+
+        return self._start(
+            lambda: import_adapter(
+                self._connection, source, base_model=base_model, name=name, ttl_seconds=ttl, progress=progress
+            ),
+            "import_checkpoint",
+        )
+
     # -- sessions and samplers ---------------------------------------------------------------------------
 
     def get_session(
@@ -398,6 +432,7 @@ class RestClient(BaseClient):
     unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
     set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
     copy_weights_async = awaited(copy_weights)
+    import_checkpoint_async = awaited(import_checkpoint)
     get_session_async = awaited(get_session)
     list_sessions_async = awaited(list_sessions)
     search_sessions_async = awaited(search_sessions)

@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope
 from tinkex.errors import InvalidInputError
 from tinkex.server.uvicorn_protocol import CONNECTION, SingleWriteProtocol
 from tinkex.service.refusal import Refusal
+from tinkex.types.checkpoints import UploadWeightsRequest
 from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
 from tinkex.types.reports import TelemetrySendRequest
 from tinkex.types.sampling import SampleRequest
@@ -42,6 +43,7 @@ MAX_BODY = 256 * 1024 * 1024
 MAX_JSON = 32 * 1024 * 1024  # of any request: parsing it takes a second of a thread
 MAX_SMALL_BODY = 512 * 1024  # of a request that is no pass, sample or uploaded loss
 MAX_TELEMETRY = 4 * 1024 * 1024
+MAX_PIECE = 16 * 1024 * 1024  # of an uploaded file
 MAX_UNDECODED = 2 * 1024**3  # bytes of all bodies that are being received, or wait to be decoded
 MAX_UNDECODED_PER_USER = 512 * 1024 * 1024
 KEPT_BYTES = 64 * 1024 * 1024  # of large encoded results, cached for clients that fetch them again
@@ -182,7 +184,8 @@ class BodyCodec:
                 "content-type", ""
             )
             return self.limit if is_proto else min(self.limit, MAX_JSON)
-        return min(self.limit, MAX_TELEMETRY if op.request is TelemetrySendRequest else MAX_SMALL_BODY)
+        large = {TelemetrySendRequest: MAX_TELEMETRY, UploadWeightsRequest: MAX_PIECE}
+        return min(self.limit, large.get(op.request, MAX_SMALL_BODY))
 
     async def read(self, http: IncomingRequest, limit: int) -> bytes:
         """The whole body; 413 or 429 if its content-length, or what has arrived of it, is over a limit."""

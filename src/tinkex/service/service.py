@@ -32,6 +32,7 @@ from tinkex.service.custom_losses import CustomLosses
 from tinkex.service.futures import Completions, Futures
 from tinkex.service.group_commit import GroupCommit, replay
 from tinkex.service.home import Home
+from tinkex.service.imports import Imports
 from tinkex.service.ledger import Ledger, LedgerError, LedgerFullError
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.run_metrics import RunMetrics
@@ -131,6 +132,7 @@ class Service:
         self._losses = losses = CustomLosses(ledger, home, access, models, futures)
         self.sessions = sessions = Sessions(config, ledger, access, activity, models, self.runs)
         self.checkpoints = checkpoints = Checkpoints(ledger, home, disk, access, activity, archives, link)
+        imports = Imports(ledger, home, access, activity, models)
         self.billing = billing = Billing(ledger, activity)
         capabilities = Capabilities(config, models, server is not None)
         methods: list[Method] = [
@@ -139,12 +141,11 @@ class Service:
             sessions.search_sessions, traces.export_session_trace, metrics.get_run_metrics,
             training.create_model, training.load_weights, training.forward, training.forward_backward,
             training.optim_step, training.unload_model, training.get_info, training.get_training_run,
-            training.list_training_runs, losses.create_custom_loss,
+            training.list_training_runs, losses.create_custom_loss, samplers.sample, imports.upload_weights,
             samplers.create_sampling_session, samplers.join_sampling_session, samplers.get_sampler,
-            samplers.sample, self.delete_session, self.retrieve_future, self.retrieve_futures,
-            self.cancel_future,
+            self.delete_session, self.retrieve_future, self.retrieve_futures, self.cancel_future,
             checkpoints.get_weights_info, checkpoints.copy_weights, checkpoints.list_checkpoints,
-            checkpoints.list_user_checkpoints, checkpoints.publish_checkpoint,
+            checkpoints.list_user_checkpoints, checkpoints.publish_checkpoint, imports.import_weights,
             checkpoints.unpublish_checkpoint, checkpoints.set_checkpoint_ttl, checkpoints.delete_checkpoint,
             checkpoints.get_external_weights_urls, checkpoints.get_checkpoint_archive_url,
             billing.get_audit_log, billing.get_billing_usage, billing.get_current_checkpoint_storage_usage,

@@ -55,7 +55,8 @@ _NAMES = {
     """,
     "tinkex.types.checkpoints": """
         Checkpoint CheckpointArchiveUrlResponse CheckpointRequest CheckpointsListResponse CheckpointType
-        CopyWeightsRequest CopyWeightsResponse Cursor ExternalWeightsUrlsResponse ListCheckpointsRequest
+        CopyWeightsRequest CopyWeightsResponse Cursor ExternalWeightsUrlsResponse ImportWeightsRequest
+        ImportWeightsResponse ListCheckpointsRequest UploadWeightsRequest UploadWeightsResponse
         ListUserCheckpointsRequest LoadWeightsRequest LoadWeightsResponse ParsedCheckpointTinkerPath
         SaveWeightsExternalRequest SaveWeightsExternalResponse SaveWeightsExternalResponseInternal
         SaveWeightsForSamplerRequest SaveWeightsForSamplerResponse SaveWeightsForSamplerResponseInternal

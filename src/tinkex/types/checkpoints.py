@@ -177,6 +177,30 @@ class CopyWeightsResponse(ReplyModel):
     tinker_path: str
 
 
+class UploadWeightsRequest(RequestModel):  # a piece of one file of an adapter; pieces come in order
+    upload_id: str
+    file: str
+    offset: Count
+    data: bytes
+
+
+class UploadWeightsResponse(ReplyModel):
+    received: int  # bytes of the file that are there
+
+
+class ImportWeightsRequest(RequestModel):  # what was uploaded becomes a checkpoint
+    upload_id: str
+    base_model: str | None = None  # None: the one that its files name
+    name: str = "imported"
+    ttl_seconds: Count | None = None
+
+
+class ImportWeightsResponse(ReplyModel):  # `tinker_path` is set when it is ready, `error` if it failed
+    status: Literal["pending", "ready", "failed"]
+    tinker_path: str | None = None
+    error: str | None = None
+
+
 class ListCheckpointsRequest(RequestModel):
     training_run_id: str
 

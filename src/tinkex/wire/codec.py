@@ -28,7 +28,7 @@ from tinkex import types as t
 from tinkex.errors import InvalidInputError, RequestErrorCategory
 from tinkex.strict import at
 from tinkex.types.base import WIRE, AnyJson, WireModel, explain
-from tinkex.types.checkpoints import CopyWeightsRequest
+from tinkex.types.checkpoints import CopyWeightsRequest, UploadWeightsRequest
 from tinkex.types.data import as_tokens
 from tinkex.types.sampling import SampleEvent, SampleRequest
 from tinkex.types.training import ForwardBackwardRequest
@@ -41,6 +41,7 @@ else:
     from backports import zstd
 
 JSON = "application/json"
+_RAW = "application/octet-stream"
 PROTO = "application/x-protobuf"
 MAX_BODY = 256 * 1024 * 1024  # of a request, in bytes after decompression
 _ACCESS_TOKEN = "x-tinker-weights-access-token"  # a header, to keep the secret out of logged bodies
@@ -121,7 +122,7 @@ def _encode_pass(op: Op[Any, Any], request: ForwardBackwardRequest, *, proto: bo
 
 
 def _encode_model(op: Op[Any, Any], request: WireModel) -> Encoded:
-    fields = request.to_wire()
+    fields = request.to_wire() if not isinstance(request, UploadWeightsRequest) else _without_data(request)
     headers = _headers(JSON)
     if isinstance(request, CopyWeightsRequest) and (token := fields.pop("weights_access_token", None)):
         headers[_ACCESS_TOKEN] = token
@@ -134,9 +135,15 @@ def _encode_model(op: Op[Any, Any], request: WireModel) -> Encoded:
         path = path.replace(placeholder, quote(value, safe="/:" if has_slashes else ":"))
     if op.method in ("GET", "DELETE"):
         return Encoded(path, urlencode(fields), {"accept": JSON})
+    if isinstance(request, UploadWeightsRequest):
+        return Encoded(path, urlencode(fields), _headers(_RAW), request.data)
     if op.placeholders and not fields:  # everything is in the path
         return Encoded(path, "", {"accept": JSON})
     return Encoded(path, "", headers, _dump(fields))
+
+
+def _without_data(request: UploadWeightsRequest) -> dict[str, Any]:
+    return {"upload_id": request.upload_id, "file": request.file, "offset": request.offset}
 
 
 # -- requests: the server reads --------------------------------------------------------------------------
@@ -157,6 +164,9 @@ def decode_request(
             body = unpack(body, encoding, max_body)
         if op.request is ForwardBackwardRequest and PROTO in headers.get("content-type", ""):
             return proto_codec.read_pass(body)
+        if op.request is UploadWeightsRequest:
+            fields = {**(query or {}), **(path_params or {}), "data": bytes(body)}
+            return UploadWeightsRequest.model_validate(fields, context=WIRE)
         has_tensors = op.request in (ForwardBackwardRequest, SampleRequest)
         fields = load_object(body or b"{}", _with_arrays if has_tensors else large_json.loads)
         if query or path_params:
@@ -229,7 +239,7 @@ def unpack(body: bytes, encoding: str, limit: int) -> bytes:
 def encode_reply(value: WireModel | bytes | None) -> tuple[str, bytes]:
     """Content type and body of a reply; None has neither."""
     if isinstance(value, bytes):
-        return "application/octet-stream", value
+        return _RAW, value
     return ("", b"") if value is None else (JSON, _dump(value.to_wire()))
 
 

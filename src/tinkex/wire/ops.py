@@ -124,6 +124,9 @@ SAVE_WEIGHTS_EXTERNAL = _with_future(t.SaveWeightsExternalRequest, t.SaveWeights
 LOAD_WEIGHTS = _with_future(t.LoadWeightsRequest, t.LoadWeightsResponse)
 GET_WEIGHTS_INFO = Op(t.WeightsInfoRequest, t.WeightsInfoResponse, "POST", "weights_info")
 COPY_WEIGHTS = Op(t.CopyWeightsRequest, t.CopyWeightsResponse)
+# Our extension: files of an adapter as raw bytes, piece by piece, and then a checkpoint from them
+UPLOAD_WEIGHTS = Op(t.UploadWeightsRequest, t.UploadWeightsResponse, "PUT", "uploads/{upload_id}/{file}")
+IMPORT_WEIGHTS = Op(t.ImportWeightsRequest, t.ImportWeightsResponse)
 LIST_CHECKPOINTS = Op(t.ListCheckpointsRequest, t.CheckpointsListResponse, "GET", f"{_RUN}/checkpoints")
 LIST_USER_CHECKPOINTS = Op(t.ListUserCheckpointsRequest, t.CheckpointsListResponse, "GET", "checkpoints")
 # Before DELETE_CHECKPOINT: its placeholder would match these longer paths too.

@@ -30,13 +30,12 @@ from torch import Tensor
 from tinkex import store
 from tinkex.engine.request import user_error
 from tinkex.engine.torch.adapters import ALPHA, Adapter, lay_out
-from tinkex.engine.torch.hooks import Sites
 from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.peft_import import PREFIX, as_ours, hosted_name
 from tinkex.types.params import LoraConfig
 
 WEIGHTS, OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
 CONFIG, FACTS = "adapter_config.json", "tinkex.json"
-_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def save_adapter(
 
 def _named(adapter: Adapter, flat: Tensor) -> dict[str, Tensor]:
     return {
-        f"{_PREFIX}{name}.lora_{side}.weight": view
+        f"{PREFIX}{name}.lora_{side}.weight": view
         for name, pair in adapter.named(flat).items()
         for side, view in zip("AB", pair, strict=True)
     }
@@ -136,36 +135,24 @@ def verify(directory: Path, names: Sequence[str]) -> None:
 
 
 def load_adapter(
-    directory: Path, sites: Sites, base: BaseIdentity, head: Tensor, *, optimizer: bool = False
+    directory: Path, decoder: Decoder, base: BaseIdentity, *, optimizer: bool = False
 ) -> Adapter:
-    """The adapter that a directory holds; ours, or any PEFT directory for the same modules with alpha 32.
-
-    `head` is the base model's unembedding, on whose device it will be.
-    """
+    """The adapter that a directory holds, for `decoder` and on its device: ours, or any of PEFT's."""
     verify(directory, (WEIGHTS, CONFIG, FACTS, *([OPTIMIZER] if optimizer else [])))
     weights, facts = directory / WEIGHTS, read_facts(directory)
-    # What hosted Tinker calls lm_head has a name of its own; gpt-oss' attention is "attn" there.
-    ours = any(".attn." in part.name for _, parts in sites.values() for part in parts)
-    attn = ".attn." if ours else ".self_attn."
-    tensors = {
-        name.replace("model.unembed_tokens", "lm_head").replace(".attn.", attn): tensor
-        for name, tensor in present(_read_tensors(weights)).items()
-    }
-    # PEFT writes the weights of an adapted head beside its adapter: nothing new, if they are the base's.
-    given = tensors.pop(f"{_PREFIX}lm_head.base_layer.weight", None)
-    if given is not None and not torch.equal(given.to(head), head):
-        raise user_error(f"{weights} has a head of its own, which is not this base model's")
-    lora = _lora_config(
-        directory, facts, {name.removeprefix(_PREFIX).split(".lora_")[0] for name in tensors}, sites
-    )
-    saved = facts.get("base", {})
+    saved, tensors = facts.get("base", {}), present(_read_tensors(weights))
     if saved and saved.get("fingerprint") != base.fingerprint:
         raise user_error(
             f"{directory} was saved for the base model {saved.get('name')!r} ({saved.get('fingerprint')}), "
             f"and this one is {base.name!r} ({base.fingerprint})"
         )
+    if facts:
+        lora = _lora_config(directory, facts)
+        tensors = {hosted_name(name, decoder): tensor for name, tensor in tensors.items()}
+    else:
+        lora, tensors = as_ours(directory, _read_json(directory / CONFIG), tensors, decoder)
     shared = not any(".experts." in name and min(_counts(tensors, name)) > 1 for name in tensors)
-    adapter = Adapter(lora, lay_out(sites, lora, shared=shared), head.device)
+    adapter = Adapter(lora, lay_out(decoder.sites(), lora, shared=shared), decoder.unembed_weight.device)
     _fill(adapter, adapter.flat, tensors, weights)
     if optimizer:
         _load_optimizer(adapter, directory, facts)
@@ -190,21 +177,11 @@ def _load_optimizer(adapter: Adapter, directory: Path, facts: Mapping[str, Any])
     adapter.step = step
 
 
-def _lora_config(directory: Path, facts: Mapping[str, Any], names: set[str], sites: Sites) -> LoraConfig:
-    if facts:
-        try:
-            return LoraConfig(**facts["lora"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise user_error(f"{directory / FACTS} is not one of ours: {error}") from None
-    peft = read_peft_config(directory)
-    if (alpha := peft.get("lora_alpha")) != ALPHA:
-        raise user_error(f"{directory / CONFIG}: lora_alpha is {alpha}; adapters here have alpha {ALPHA:g}")
-    kinds = {part.kind for _, parts in sites.values() for part in parts if part.name in names}
-    flags = {f"train_{kind}": kind in kinds for kind in ("attn", "mlp", "unembed")}
+def _lora_config(directory: Path, facts: Mapping[str, Any]) -> LoraConfig:
     try:
-        return LoraConfig(peft.get("r"), **flags)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise user_error(f"{directory / CONFIG}: {error}") from None
+        return LoraConfig(**facts["lora"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise user_error(f"{directory / FACTS} is not one of ours: {error}") from None
 
 
 def present(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

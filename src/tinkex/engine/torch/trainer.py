@@ -190,8 +190,7 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         return adapter_files.save_adapter(adapter, Path(command.location), self.base, **options)
 
     def load(self, location: p.Location, *, optimizer: bool = False) -> Adapter:
-        model = self.decoder.sites(), self.base, self.decoder.unembed_weight
-        return adapter_files.load_adapter(Path(location), *model, optimizer=optimizer)
+        return adapter_files.load_adapter(Path(location), self.decoder, self.base, optimizer=optimizer)
 
     def _export(self, adapter: Adapter) -> AdapterExport:
         return AdapterExport(adapter.snapshot(), self.base.fingerprint, adapter.shared)
