@@ -246,6 +246,7 @@ def test_every_option_of_serve_has_a_variable_of_the_environment(monkeypatch: py
         "TINKEX_HOST": ("::1", "host", "::1"),
         "TINKEX_PORT": ("7", "port", 7),
         "TINKEX_HOME": ("/h", "home", Path("/h")),
+        "TINKEX_STORE": ("s3://b/p", "store", "s3://b/p"),
         "TINKEX_DEVICE": ("cuda:1", "device", "cuda:1"),
         "TINKEX_DTYPE": ("bfloat16", "dtype", "bfloat16"),
         "TINKEX_QUANTIZE": ("nf4", "quantize", "nf4"),

@@ -23,6 +23,7 @@ from tinkex.cli.output import Finite, Whole, format_option, note, plural, show
 from tinkex.config import Settings, normalize_url
 from tinkex.errors import InvalidInputError
 from tinkex.models import CATALOGUE, DEFAULT, is_fetchable, unknown_model
+from tinkex.store import read_location
 
 if TYPE_CHECKING:
     from tinkex.service.ledger import Ledger
@@ -51,6 +52,11 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.option(
     "--home", type=click.Path(path_type=Path), help="Directory of the server's state.  [default: ~/.tinkex]"
 )
+@click.option(
+    "--store", default="", show_default=False, metavar="LOCATION",
+    help="Where saved adapters are kept: s3://BUCKET/PREFIX, gs://…, az://…, or a directory.  "
+    "[default: the home]",
+)  # fmt: skip
 @click.option("--device", default="auto", callback=_check_device, help="auto, cpu, cuda or cuda:N.")
 @click.option(
     "--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16"]),
@@ -110,7 +116,7 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.option("--log-level", default="info", type=click.Choice(_LEVELS), help="debug shows every request.")
 @click.option("--engine", default="torch", type=click.Choice(["torch", "fake"]), hidden=True)
 def serve(
-    models: tuple[str, ...], host: str, port: int, home: Path | None, device: str, dtype: str,
+    models: tuple[str, ...], host: str, port: int, home: Path | None, store: str, device: str, dtype: str,
     quantize: str, deterministic: bool, public_url: str, max_context: int | None, disk_quota: str,
     durability: str, disk_per_user: str, runs_per_user: int, max_connections: int, requests_per_user: int,
     body_memory: str, body_memory_per_user: str, preload: bool, drain: float, log_level: str, engine: str,
@@ -144,6 +150,7 @@ def serve(
     quota = read_size(disk_quota) if disk_quota else None
     service = ServiceConfig(
         home=place,
+        store=read_location(store) if store else None,
         models=read_models(models or (DEFAULT,), any_place=engine == "fake"),
         engine=EngineConfig("", engine, device, dtype, max_context, quantize, deterministic=deterministic),  # type: ignore[arg-type]
         durability=durability,  # type: ignore[arg-type]

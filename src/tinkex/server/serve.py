@@ -48,6 +48,7 @@ from tinkex.server.uvicorn_protocol import SingleWriteProtocol
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import ServerHooks, Service
+from tinkex.store import is_remote
 from tinkex.wire import ops
 
 try:
@@ -124,6 +125,8 @@ class Server:
         except (OSError, ValueError) as error:
             raise StartError(f"the home {home} cannot be used: {error}") from None
         self._metrics, self._signer = Metrics(), DownloadSigner(secret)
+        place = config.service.store  # what an object store holds, it sends by itself
+        self._files = home if place is None or is_remote(place) else Path(place)
         hooks = ServerHooks(self._link, WeightsTokens(secret).run_of, self._metrics)
         try:
             self.service = Service(config.service, server=hooks)
@@ -157,8 +160,8 @@ class Server:
         )
 
     def _link(self, caller: Caller, path: Path, expires: float) -> str:
-        """A link to a path below the home, valid until a unix time."""
-        below = path.relative_to(self.config.service.home).as_posix()
+        """A link to a saved file or directory, valid until a unix time."""
+        below = path.relative_to(self._files).as_posix()
         return caller.public_url + self._signer.sign(below, expires, caller.key_id)
 
     def _uvicorn_config(self) -> uvicorn.Config:
@@ -167,7 +170,7 @@ class Server:
             Route(ops.STREAM_SAMPLE.path, stream_sample_endpoint(gateway), methods=["POST"]),
             Route("/metrics", Endpoint(gateway, "metrics", self._metrics_page), methods=["GET"]),
             *console_routes(gateway),
-            *download_routes(gateway, self.config.service.home, self._signer),
+            *download_routes(gateway, self._files, self._signer),
             *openai_routes(gateway),
         ]
         return uvicorn.Config(

@@ -14,6 +14,7 @@ from tinkex.engine.protocol import Engine, EngineError, EngineLost, ExportedAdap
 from tinkex.service.access import Access
 from tinkex.service.home import Home
 from tinkex.service.rows import SamplerRow
+from tinkex.service.saved_files import SavedFiles
 from tinkex.store import directory_bytes
 
 MAX_ADAPTERS = 64  # however small they are
@@ -23,22 +24,22 @@ SHARE = 0.5  # of the memory planned for adapters
 class AdapterCaches:
     """One cache per engine; the cache of a lost engine goes with it."""
 
-    def __init__(self, home: Home, access: Access) -> None:
-        self._home, self._access = home, access
+    def __init__(self, home: Home, files: SavedFiles, access: Access) -> None:
+        self._home, self._files, self._access = home, files, access
         self._caches: WeakKeyDictionary[Engine, AdapterCache] = WeakKeyDictionary()
 
     def of(self, engine: Engine) -> AdapterCache:
         if (cache := self._caches.get(engine)) is None:
-            cache = self._caches[engine] = AdapterCache(engine, self._home, self._access)
+            cache = self._caches[engine] = AdapterCache(engine, self._home, self._files, self._access)
         return cache
 
 
 class AdapterCache:
     """The published adapters of one engine."""
 
-    def __init__(self, engine: Engine, home: Home, access: Access) -> None:
+    def __init__(self, engine: Engine, home: Home, files: SavedFiles, access: Access) -> None:
         self._ref = ref(engine)  # weak, or the table above would keep a lost engine's memory
-        self._home, self._access = home, access
+        self._home, self._files, self._access = home, files, access
         self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes, least recently used first
         self._used = Counter[str]()
         self._lock = asyncio.Lock()
@@ -84,8 +85,15 @@ class AdapterCache:
         async with self._lock, self._home.locked(row.adapter_dir):
             if row.adapter in self._sizes:
                 return
-            await self._engine.sampler.publish(row.adapter, exported or self._location(row))
-            self._sizes[row.adapter] = directory_bytes(self._home.root / row.adapter_dir)
+            if exported is not None:
+                size = exported.nbytes
+                await self._engine.sampler.publish(row.adapter, exported)
+            else:
+                self._check(row)
+                async with self._files.read(row.adapter_dir) as directory:
+                    size = directory_bytes(directory)
+                    await self._engine.sampler.publish(row.adapter, str(directory))
+            self._sizes[row.adapter] = size
             await self._make_room()
 
     async def _make_room(self) -> None:
@@ -97,15 +105,14 @@ class AdapterCache:
                 del self._sizes[adapter]
                 await self._engine.sampler.retire(adapter)
 
-    def _location(self, row: SamplerRow) -> str:
-        """Where the adapter is, if it is still what the sampler was made from."""
+    def _check(self, row: SamplerRow) -> None:
+        """Refuse an adapter that is no longer what the sampler was made from."""
         if row.model_path is not None:
             checkpoint = self._access.any_checkpoint(row.model_path)
             if checkpoint is None or adapter_name(row.model_path, checkpoint.created_at) != row.adapter:
                 raise EngineError(
                     f"{row.model_path} was deleted or replaced since this sampler was made", "user"
                 )
-        return str(self._home.root / (row.adapter_dir or ""))
 
 
 def adapter_name(path: str, created_at: float) -> str:

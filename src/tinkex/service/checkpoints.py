@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 import uuid
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from tinkex.service.access import Access, scope_of
 from tinkex.service.activity import Activity
-from tinkex.service.archive import LINK_LIFE, Archives, Link
+from tinkex.service.archive import LINK_LIFE, Archives
 from tinkex.service.group_commit import GroupCommit
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger, LedgerFullError
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import CheckpointRow, RunRow, SessionRow, texts
-from tinkex.store import atomic_directory
+from tinkex.service.saved_files import SavedFiles
 from tinkex.types import checkpoints as types
 
 _Named = types.CheckpointRequest | types.SetCheckpointTTLRequest
@@ -39,7 +37,7 @@ class Checkpoints:
     _access: Access
     _activity: Activity
     _archives: Archives
-    _link: Link
+    _files: SavedFiles
     _copying: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def _find(self, request: _Named, caller: Caller, *, to_change: bool = True) -> CheckpointRow:
@@ -98,16 +96,16 @@ class Checkpoints:
 
         Unless the disk is full: then the files make room for the row's deletion.
         """
-        directory = self._home.root / row.directory
         try:
             self._ledger.delete_checkpoint(*row.key)
         except LedgerFullError:
             self._home.free_spare()
-            await asyncio.to_thread(shutil.rmtree, directory, True)
+            await self._files.remove(row.directory)
             self._ledger.delete_checkpoint(*row.key)
         await self._disk.synced()  # else a power cut could bring back the row alone
-        await asyncio.to_thread(shutil.rmtree, directory, True)
-        await asyncio.to_thread(self._archives.forget, directory)  # nor can it be downloaded any more
+        await self._files.remove(row.directory)
+        await asyncio.to_thread(self._archives.forget, self._home.root / row.directory)
+        await self._files.forget_archive(row.directory)  # nor can it be downloaded any more
 
     async def expire(self) -> None:
         if not self._activity.clock_is_steady:
@@ -123,20 +121,16 @@ class Checkpoints:
         row = self._find(request, caller, to_change=False)
         if row.kind != "external_weights":
             raise Refusal(400, "only exported checkpoints (external_weights/NAME) have files to download")
-        directory, expires = self._home.root / row.directory, time.time() + LINK_LIFE
+        expires = time.time() + LINK_LIFE
         # the checksums of encrypted files lie beside them in the open: a client expects encrypted files alone
-        wanted = "*.age" if row.encrypted else "*"
-        files = await asyncio.to_thread(lambda: sorted(p for p in directory.rglob(wanted) if p.is_file()))
-        return types.ExternalWeightsUrlsResponse(
-            urls={f.relative_to(directory).as_posix(): self._link(caller, f, expires) for f in files},
-            expires=datetime.fromtimestamp(expires, UTC),
-        )
+        suffix = ".age" if row.encrypted else ""
+        urls = await self._files.links(caller, row.directory, expires, suffix=suffix)
+        return types.ExternalWeightsUrlsResponse(urls=urls, expires=datetime.fromtimestamp(expires, UTC))
 
     async def get_checkpoint_archive_url(self, request: types.CheckpointRequest, caller: Caller):
         row = self._find(request, caller, to_change=False)
         expires = time.time() + LINK_LIFE
-        directory = self._home.root / row.directory  # which comes as a tar
-        link = await asyncio.to_thread(self._link, caller, directory, expires)
+        link = await self._files.archive(caller, row.directory, expires)
         return types.CheckpointArchiveUrlResponse(url=link, expires=datetime.fromtimestamp(expires, UTC))
 
     async def copy_weights(self, request: types.CopyWeightsRequest, caller: Caller):
@@ -154,14 +148,14 @@ class Checkpoints:
         if why := await self._home.over_quota(source.size_bytes, caller.user):
             raise Refusal(422, why)
         run = self._holder(request, source, caller)
-        target = self._home.run_dir(run.run_id) / source.kind / source.name
+        target = self._files.new_place(self._home.run_dir(run.run_id) / source.kind / source.name)
         async with self._home.locked(source.directory):  # it may have been saved again meanwhile
             source = self._access.checkpoint(request.source_path, caller, token=token)
-            await asyncio.to_thread(_copy, self._home.root / source.directory, target)
+            await self._files.copy(source.directory, target)
         self._home.count(caller.user, source.size_bytes)
         row = replace(
             source, run_id=run.run_id, owner=caller.user, project_id=run.project_id, created_at=time.time(),
-            public=False, directory=self._home.relative(target), expires_at=expires_at,
+            public=False, directory=target, expires_at=expires_at,
         )  # fmt: skip
         self._ledger.add_checkpoint(row, overwrite=True)
         self._audit(caller, "copy", row)
@@ -255,8 +249,3 @@ def shown(row: CheckpointRow) -> types.Checkpoint:
         size_bytes=row.size_bytes, public=row.public, user_metadata=texts(row.user_metadata) or None,
         expires_at=None if row.expires_at is None else datetime.fromtimestamp(row.expires_at, UTC),
     )  # fmt: skip
-
-
-def _copy(source: Path, target: Path) -> None:
-    with atomic_directory(target, overwrite=True) as part:
-        shutil.copytree(source, part, dirs_exist_ok=True)

@@ -18,6 +18,7 @@ class ServiceConfig:
     """Where state lives, which base models there are, and what the limits are. Times are in seconds."""
 
     home: Path
+    store: str | None = None  # where saved adapters are (`tinkex.store`); None: in the home
     models: Mapping[str, str] = field(default_factory=dict[str, str])  # name -> directory or GGUF file
     models_directory: Path | None = None  # more models: directories or GGUF files, ORG/NAME or ORG--NAME
     any_path: bool = False  # a base model may also be named by its path: for embedded mode only

@@ -23,6 +23,7 @@ from tinkex.store import directory_bytes
 
 DISK_RESERVE = 64 * 1024 * 1024  # bytes kept free for the ledger and the journals
 SPARE_BYTES = 1024 * 1024  # of a file that is given up when the disk is full, so that there is room to delete
+TAG = "~"  # in a store, between the name of a directory and what makes its place its own
 DISK_LOOK = 1.0  # seconds for which a reading of the disk's free space is believed
 
 
@@ -35,11 +36,12 @@ class Home:
         quota: int | None = None,
         per_user: int | None = None,
         sessions_of: Callable[[str], list[str]] = lambda user: [],
+        stored: Callable[[str], int] = lambda user: 0,
     ) -> None:
         self.root = root
         self.quota = quota
         self.per_user = per_user
-        self._sessions_of = sessions_of
+        self._sessions_of, self._stored = sessions_of, stored
         self._lock: int | None = None
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._free: tuple[float, int] = (0.0, 0)  # when it was read, bytes
@@ -99,8 +101,9 @@ class Home:
 
     def locked(self, directory: str) -> asyncio.Lock:
         """The lock for writing, removing or reading a checkpoint: its row and its files change together."""
-        if (lock := self._locks.get(directory)) is None:
-            lock = self._locks[directory] = asyncio.Lock()
+        named = directory.partition(TAG)[0]
+        if (lock := self._locks.get(named)) is None:
+            lock = self._locks[named] = asyncio.Lock()
         return lock
 
     # -- space -------------------------------------------------------------------------------------------
@@ -157,7 +160,7 @@ class Home:
         if used + more > limit or time.monotonic() - measured_at > patience:
             for _ in range(3):
                 since = self._written[user]
-                found = await asyncio.to_thread(self._measure, user)
+                found = self._stored(user) + await asyncio.to_thread(self._measure, user)
                 self._measured[user] = time.monotonic(), found, since
                 used = found + self._written[user] - since
                 if used + more <= limit or used == found:

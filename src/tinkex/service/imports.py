@@ -27,6 +27,7 @@ from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import CheckpointRow, RunRow, SessionRow
+from tinkex.service.saved_files import SavedFiles
 from tinkex.service.served_models import ServedModel, ServedModels, execute
 from tinkex.types import checkpoints as types
 from tinkex.types.params import LoraConfig
@@ -47,6 +48,7 @@ class Imports:
 
     ledger: Ledger
     home: Home
+    files: SavedFiles
     access: Access
     activity: Activity
     models: ServedModels
@@ -138,23 +140,22 @@ class Imports:
             model = self._base(staged, request.base_model)
             engine = await model.load()
             optimizer = (staged / OPTIMIZER).exists() and (staged / "tinkex.json").exists()
-            place = self.home.run_dir(run_id) / "weights" / request.name
-            lora, size = await _convert(engine, run_id, staged, place, optimizer)
-            return self._record(session_id, request, caller, model.name, lora, size, optimizer)
+            place = self.files.new_place(self.home.run_dir(run_id) / "weights" / request.name)
+            lora, size = await _convert(engine, run_id, staged, self.files, place, optimizer)
+            return self._record(session_id, request, caller, model.name, lora, place, size, optimizer)
         finally:
             await asyncio.to_thread(self._forget, session_id)
 
     def _record(
         self, session_id: str, request: types.ImportWeightsRequest, caller: Caller, base_model: str,
-        lora: LoraConfig, size: int, optimizer: bool,
+        lora: LoraConfig, place: str, size: int, optimizer: bool,
     ) -> str:  # fmt: skip
         now, run_id = time.time(), f"{session_id}:train:0"
         project = caller.project
         run = RunRow(run_id, session_id, 0, caller.user, base_model, lora, now, now, project, state="closed")
-        place = self.home.run_dir(run_id) / "weights" / request.name
         row = CheckpointRow(
-            run_id, "weights", request.name, caller.user, base_model, lora, self.home.relative(place), size,
-            now, optimizer, project, expiry(request.ttl_seconds),
+            run_id, "weights", request.name, caller.user, base_model, lora, place, size, now, optimizer,
+            project, expiry(request.ttl_seconds),
         )  # fmt: skip
         with self.ledger.transaction():
             self.ledger.add_run(run)
@@ -189,13 +190,17 @@ class Imports:
 
 
 async def _convert(
-    engine: Engine, run_id: str, staged: Path, place: Path, optimizer: bool
+    engine: Engine, run_id: str, staged: Path, files: SavedFiles, place: str, optimizer: bool
 ) -> tuple[LoraConfig, int]:
     """Let the engine read the files and write them as its own."""
+
+    async def save(directory: Path) -> int:
+        command = SaveAdapter(run_id, str(directory), optimizer=optimizer, overwrite=True)
+        return await execute(engine, command)
+
     try:
         lora = await execute(engine, LoadAdapter(run_id, str(staged), optimizer=optimizer))
-        save = SaveAdapter(run_id, str(place), optimizer=optimizer, overwrite=True)
-        return lora, await execute(engine, save)
+        return lora, await files.write(place, save)
     finally:
         await execute(engine, DropAdapter(run_id))
 

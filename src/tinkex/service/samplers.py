@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
@@ -29,10 +28,10 @@ from tinkex.service.config import ServiceConfig
 from tinkex.service.fair_semaphore import FairSemaphore
 from tinkex.service.futures import ACTIVE, Completions, Future, Futures, failure
 from tinkex.service.group_commit import GroupCommit
-from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import SamplerRow, UsageKind
+from tinkex.service.saved_files import SavedFiles
 from tinkex.service.served_models import ServedModel, ServedModels
 from tinkex.types import sampling as types
 from tinkex.types.futures import PendingFuture, RequestFailedResponse, UntypedAPIFuture
@@ -73,7 +72,7 @@ class Samplers:
 
     config: ServiceConfig
     _ledger: Ledger
-    _home: Home
+    _files: SavedFiles
     _disk: GroupCommit
     _access: Access
     _activity: Activity
@@ -324,7 +323,7 @@ class Samplers:
                 removal.add_done_callback(self._removals.discard)
         if row.adapter_dir is not None:
             await self._disk.synced()  # else a power cut could bring back the row alone
-            await asyncio.to_thread(shutil.rmtree, self._home.root / row.adapter_dir, True)
+            await self._files.remove(row.adapter_dir)
 
     @property
     def running(self) -> list[asyncio.Task[None]]:

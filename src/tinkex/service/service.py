@@ -35,16 +35,19 @@ from tinkex.service.home import Home
 from tinkex.service.imports import Imports
 from tinkex.service.ledger import Ledger, LedgerError, LedgerFullError
 from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.rows import Scope
 from tinkex.service.run_metrics import RunMetrics
 from tinkex.service.runs.accept import TrainingRequests
-from tinkex.service.runs.execution import SAVES, Barriers
+from tinkex.service.runs.execution import Barriers
 from tinkex.service.runs.journal import JournalError
 from tinkex.service.runs.manager import RunManager
+from tinkex.service.runs.saving import SAVES, Saves
 from tinkex.service.runs.training_loop import TrainingObserver
 from tinkex.service.samplers import SampleEvents, SampleObserver, Samplers
+from tinkex.service.saved_files import SavedFiles
 from tinkex.service.served_models import Capabilities, ServedModels
 from tinkex.service.sessions import Sessions, SessionTraces
-from tinkex.store import DamagedError
+from tinkex.store import DamagedError, StoreError
 from tinkex.types import futures as polls
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.sessions import DeleteSessionRequest
@@ -98,8 +101,9 @@ class Service:
         self.long_poll = config.long_poll
         self._upkeep: asyncio.Task[None] | None = None
         self.home = home = Home(
-            config.home, config.disk_quota, config.disk_per_user, lambda user: self.ledger.sessions_of(user)
-        )
+            config.home, config.disk_quota, config.disk_per_user,
+            self._sessions_of, self._stored_bytes,
+        )  # fmt: skip
         home.free_spare()
         self.disk = disk = GroupCommit(config.home, power=config.durability == "power")
         self.ledger = ledger = Ledger(config.home / "ledger.sqlite", disk.wrote)
@@ -110,15 +114,17 @@ class Service:
         self.archives = archives = Archives(home)
         link = archives.link if server is None else server.link
         observers = [] if server is None else [server.observer]
+        self.files = files = SavedFiles(home, config.store or str(config.home), link)
         self.activity = activity = Activity(ledger)
         self.access = access = Access(
             ledger, activity, (lambda token: None) if server is None else server.opened_by
         )
-        self.traces = traces = SessionTraces(home, access, activity, link)
+        self.traces = traces = SessionTraces(home, files, access, activity)
         self.metrics = metrics = RunMetrics(home, access)
         self.completions = Completions(config.home / "samples" if config.resume else None)
-        adapters = AdapterCaches(home, access)
-        barriers = Barriers(home, ledger, access, activity, adapters)
+        adapters = AdapterCaches(home, files, access)
+        saves = Saves(home, files, ledger, access, activity, adapters, disk)
+        barriers = Barriers(saves, files, access)
         self.runs = RunManager(
             config, ledger, home, disk, models, futures, barriers, [traces, metrics, *observers]
         )  # fmt: skip
@@ -126,13 +132,13 @@ class Service:
             config, ledger, home, disk, access, activity, models, futures, self.runs
         )
         self.samplers = samplers = Samplers(
-            config, ledger, home, disk, access, activity, models, futures, self.completions, adapters,
+            config, ledger, files, disk, access, activity, models, futures, self.completions, adapters,
             [traces, *observers],
         )  # fmt: skip
         self._losses = losses = CustomLosses(ledger, home, access, models, futures)
         self.sessions = sessions = Sessions(config, ledger, access, activity, models, self.runs)
-        self.checkpoints = checkpoints = Checkpoints(ledger, home, disk, access, activity, archives, link)
-        imports = Imports(ledger, home, access, activity, models)
+        self.checkpoints = checkpoints = Checkpoints(ledger, home, disk, access, activity, archives, files)
+        imports = Imports(ledger, home, files, access, activity, models)
         self.billing = billing = Billing(ledger, activity)
         capabilities = Capabilities(config, models, server is not None)
         methods: list[Method] = [
@@ -154,8 +160,8 @@ class Service:
             capabilities.send_telemetry,
         ]  # fmt: skip
         keys = dict.fromkeys(["get_auth_token", "get_api_key", "delete_api_key"], capabilities.no_keys)
-        saves = dict.fromkeys(SAVES, training.save)
-        self._methods: dict[str, Method] = {method.__name__: method for method in methods} | saves | keys
+        of_saves = dict.fromkeys(SAVES, training.save)
+        self._methods: dict[str, Method] = {method.__name__: method for method in methods} | of_saves | keys
         self._looks = _UNKEPT | {op.name for op in ops.OPS.values() if op.method == "GET"}
 
     async def start(self) -> None:
@@ -164,6 +170,7 @@ class Service:
             self.home.lock()
             await asyncio.to_thread(replay, self.home.root)
             await asyncio.to_thread(self.home.clear_unfinished)
+            await asyncio.to_thread(self.files.clear_unfinished)
             await asyncio.to_thread(self.archives.sweep)
             if self.config.preload:  # first: if it fails, unanswered requests must wait for a better start
                 await self.models.load_all()
@@ -230,12 +237,21 @@ class Service:
             return answer
         except (InvalidInputError, DamagedError) as error:
             raise Refusal(422, str(error)) from None
-        except (LedgerError, JournalError) as error:
+        except (LedgerError, JournalError, StoreError) as error:
             raise Refusal(503, str(error)) from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise Refusal(503, f"the server's disk is full ({op.name}); nothing was lost") from error
+
+    def _sessions_of(self, user: str) -> list[str]:
+        return self.ledger.sessions_of(user)
+
+    def _stored_bytes(self, user: str) -> int:
+        """What a user's checkpoints take in a store; "": everybody's. In the home, its files are measured."""
+        if not self.files.in_store:
+            return 0
+        return sum(one.size_bytes for one in self.ledger.storage(Scope(user or None)))
 
     async def _check_quota(self, request: Any, caller: Caller) -> None:
         size = len(repr(request))
@@ -267,6 +283,7 @@ class Service:
         self.ledger.delete_session(session_id)
         await self.disk.synced()  # else a power cut could bring back the session without its files
         await asyncio.to_thread(shutil.rmtree, self.home.root / "runs" / session_id, True)
+        await self.files.remove(f"runs/{session_id}")
         self.activity.audit(caller, "sessions.delete", details={"session_id": session_id})
 
     async def retrieve_future(self, request: polls.FutureRetrieveRequest, caller: Caller) -> Any:
@@ -336,6 +353,7 @@ class Service:
         await self.runs.evict_idle(self.sessions.lapsed())
         if thorough:
             self.archives.sweep()
+            await asyncio.to_thread(self.files.sweep_archives)
             self.home.keep_spare()
             self.billing.count_storage()
             self.sessions.expire()

@@ -5,7 +5,6 @@ A session without heartbeats lapses; its next request revives it. A finished ses
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
@@ -17,7 +16,6 @@ from typing import Any
 
 from tinkex.service.access import Access, scope_of
 from tinkex.service.activity import Activity
-from tinkex.service.archive import LINK_LIFE, Link
 from tinkex.service.config import ServiceConfig
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
@@ -26,6 +24,7 @@ from tinkex.service.rows import RunEnd, SamplerRow, Scope, SessionRow, texts
 from tinkex.service.runs.execution import Execution
 from tinkex.service.runs.manager import RunManager
 from tinkex.service.samplers import Outcome
+from tinkex.service.saved_files import SavedFiles
 from tinkex.service.served_models import ServedModels
 from tinkex.types import sessions as types
 from tinkex.types.futures import RequestFailedResponse
@@ -183,9 +182,9 @@ class SessionTraces:
     """The latest events of each session, since this process began. Also counts training tokens."""
 
     _home: Home
+    _files: SavedFiles
     _access: Access
     _activity: Activity
-    _link: Link
 
     def __post_init__(self) -> None:
         self._traces = defaultdict[str, deque[TraceEvent]](lambda: deque(maxlen=TRACE_LENGTH))
@@ -208,19 +207,21 @@ class SessionTraces:
 
     def forget(self, session_id: str) -> None:
         self._traces.pop(session_id, None)
-        self._file(session_id).unlink(missing_ok=True)
-
-    def _file(self, session_id: str) -> Path:
-        return self._home.root / "traces" / f"{session_id}.json"
+        self._files.remove_file(_trace_file(session_id))
 
     async def export_session_trace(self, request: types.ExportSessionTraceRequest, caller: Caller):
         self._access.session(request.session_id, caller)
         self._home.check_disk()
         events = list(self._traces.get(request.session_id, ()))
-        path = self._file(request.session_id)
-        await asyncio.to_thread(_write_trace, path, request.session_id, events)
-        link = self._link(caller, path, time.time() + LINK_LIFE)
+        session_id = request.session_id
+        link = await self._files.link_to_file(
+            caller, _trace_file(session_id), lambda path: _write_trace(path, session_id, events)
+        )
         return types.SessionTraceExportResponse(status="ready", url=link)
+
+
+def _trace_file(session_id: str) -> str:
+    return f"traces/{session_id}.json"
 
 
 def _write_trace(path: Path, session_id: str, events: list[TraceEvent]) -> None:
@@ -234,6 +235,5 @@ def _write_trace(path: Path, session_id: str, events: list[TraceEvent]) -> None:
          "ts": begun * 1e6, "dur": seconds * 1e6, "args": {} if seq_id is None else {"seq_id": seq_id}}
         for name, of, begun, seconds, seq_id, failed in events
     ]  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {"traceEvents": names + spans, "displayTimeUnit": "ms", "otherData": {"session": session_id}}
     path.write_text(json.dumps(content))

@@ -133,9 +133,16 @@ class FakeAdapter:
 
     @classmethod
     def load(cls, location: Location, model: str, optimizer: bool) -> FakeAdapter:
+        try:
+            with store.local_copy(location) as directory:
+                return cls._read(directory, model, optimizer)
+        except (store.DamagedError, FileNotFoundError) as error:
+            raise user_error(str(error)) from None
+
+    @classmethod
+    def _read(cls, directory: Path, model: str, optimizer: bool) -> FakeAdapter:
         from safetensors.numpy import load_file
 
-        directory = Path(location)
         try:
             store.verify(directory, (_CONFIG, _WEIGHTS, *([_OPTIMIZER] if optimizer else [])))
             config = json.loads((directory / _CONFIG).read_text())

@@ -59,14 +59,14 @@ class BaseIdentity:
 
 def save_adapter(
     adapter: Adapter,
-    directory: Path,
+    location: str | Path,
     base: BaseIdentity,
     *,
     optimizer: bool = False,
     overwrite: bool = False,
     sync: bool = True,
 ) -> int:
-    with new_directory(directory, overwrite=overwrite, sync=sync) as temporary:
+    with new_directory(location, overwrite=overwrite, sync=sync) as temporary:
         save_file(_arrays(adapter, adapter.flat), temporary / WEIGHTS, {"format": "pt"})
         write_json(temporary / CONFIG, _peft_config(adapter, base))
         if optimizer:
@@ -75,7 +75,7 @@ def save_adapter(
             save_file(arrays, temporary / OPTIMIZER)
         facts = {"format": 1, "lora": asdict(adapter.lora), "base": asdict(base), "step": adapter.step}
         write_json(temporary / FACTS, facts)
-    return store.directory_bytes(directory)
+    return store.directory_bytes(location)
 
 
 def _named(adapter: Adapter, flat: Tensor) -> dict[str, Tensor]:
@@ -117,13 +117,24 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def new_directory(directory: Path, *, overwrite: bool = False, sync: bool = True) -> Iterator[Path]:
+def new_directory(location: str | Path, *, overwrite: bool = False, sync: bool = True) -> Iterator[Path]:
     """`store.atomic_directory`, where an existing directory is the user's error."""
     try:
-        with store.atomic_directory(directory, overwrite=overwrite, sync=sync) as temporary:
+        with store.atomic_directory(location, overwrite=overwrite, sync=sync) as temporary:
             yield temporary
     except store.LocationExistsError as error:
         raise user_error(str(error)) from None
+
+
+@contextlib.contextmanager
+def reading(location: str) -> Iterator[Path]:
+    """`store.local_copy`, where what is missing or damaged is the user's error."""
+    with contextlib.ExitStack() as stack:
+        try:
+            directory = stack.enter_context(store.local_copy(location))
+        except (store.DamagedError, FileNotFoundError) as error:
+            raise user_error(str(error)) from None
+        yield directory
 
 
 def verify(directory: Path, names: Sequence[str]) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -187,10 +186,11 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
 
     def _save(self, adapter: Adapter, command: p.SaveAdapter) -> int:
         options = {"optimizer": command.optimizer, "overwrite": command.overwrite, "sync": command.sync}
-        return adapter_files.save_adapter(adapter, Path(command.location), self.base, **options)
+        return adapter_files.save_adapter(adapter, command.location, self.base, **options)
 
     def load(self, location: p.Location, *, optimizer: bool = False) -> Adapter:
-        return adapter_files.load_adapter(Path(location), self.decoder, self.base, optimizer=optimizer)
+        with adapter_files.reading(location) as directory:
+            return adapter_files.load_adapter(directory, self.decoder, self.base, optimizer=optimizer)
 
     def _export(self, adapter: Adapter) -> AdapterExport:
         return AdapterExport(adapter.snapshot(), self.base.fingerprint, adapter.shared)

@@ -10,48 +10,32 @@ a third time; the second time it is computed alone, so that no other is blamed f
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
-import shutil
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from tinkex import tracing
 from tinkex.engine import protocol
-from tinkex.engine.protocol import Engine, EngineError, Pass, SaveAdapter
-from tinkex.service import encryption
+from tinkex.engine.protocol import Engine, EngineError, Pass
 from tinkex.service.access import Access
-from tinkex.service.activity import Activity
-from tinkex.service.adapter_cache import AdapterCaches
 from tinkex.service.custom_losses import find_loss
 from tinkex.service.futures import Future
-from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
-from tinkex.service.refusal import Caller
-from tinkex.service.rows import CheckpointKind, CheckpointRow, RunRow, SamplerRow
+from tinkex.service.rows import RunRow
 from tinkex.service.runs.journal import JournalEntry, JournalError
 from tinkex.service.runs.lifecycle import Run
+from tinkex.service.runs.saving import SAVES, Saves
+from tinkex.service.saved_files import SavedFiles
 from tinkex.service.scheduler import QueuedRequest
 from tinkex.service.served_models import execute
-from tinkex.types import checkpoints as saves
 from tinkex.types import training
 from tinkex.types.checkpoints import LoadWeightsResponse
 from tinkex.types.data import EncodedTextChunk
 
-# Of each kind of save: what it writes, and its reply.
-SAVES: dict[str, tuple[CheckpointKind, Callable[..., Any]]] = {
-    "save_weights": ("weights", saves.SaveWeightsResponse),
-    "save_weights_for_sampler": ("sampler_weights", saves.SaveWeightsForSamplerResponseInternal),
-    "save_weights_external": ("external_weights", saves.SaveWeightsExternalResponseInternal),
-}
 REFUSED = "refused"  # the op of an Unreadable whose client was told at once: it only uses up its seq id
 LARGE_PASS, MANY_DATUMS = 64 * 1024, 256  # tokens or datums from which threads write, digest and free a pass
 MOST_TRIES = 2  # of a pass with an uploaded loss, in processes that died meanwhile
-EPHEMERAL = "ephemeral"  # the directory of a run's unnamed published adapters
 
 
 @dataclass(frozen=True)
@@ -174,11 +158,9 @@ def tokens_of(request: Any) -> int:
 class Barriers:
     """Creates, steps, loads and saves."""
 
-    home: Home
-    ledger: Ledger
+    saves: Saves
+    files: SavedFiles
     access: Access
-    activity: Activity
-    adapters: AdapterCaches
 
     async def execute(self, engine: Engine, work: Execution) -> Any:
         """The result of a barrier, for the first time or replayed."""
@@ -199,7 +181,7 @@ class Barriers:
             case "load_weights":
                 return await self._load(engine, run, request.path, request.optimizer)
             case _:
-                return await self._save(engine, run, work)
+                return await self.saves.save(engine, run, work)
 
     async def _load(self, engine: Engine, run: RunRow, path: str, optimizer: bool) -> LoadWeightsResponse:
         checkpoint = self.access.any_checkpoint(path)  # accept.py checked that it may be read
@@ -213,87 +195,6 @@ class Barriers:
             )
         if optimizer and not checkpoint.with_optimizer:
             raise EngineError(f"{path} was saved without optimizer state; load it without", "user")
-        location = str(self.home.root / checkpoint.directory)
-        await execute(engine, protocol.LoadAdapter(run.run_id, location, optimizer=optimizer))
+        async with self.files.read(checkpoint.directory) as directory:
+            await execute(engine, protocol.LoadAdapter(run.run_id, str(directory), optimizer=optimizer))
         return LoadWeightsResponse(path=path, model_id=run.run_id, type="load_weights")
-
-    async def _publish(self, engine: Engine, run: RunRow, number: int) -> str:
-        """The id of an unnamed sampler. It is on disk before it is announced: it must survive a restart."""
-        directory = self.home.run_dir(run.run_id) / EPHEMERAL / str(number)
-        sampler_id = f"{run.session_id}:sample:{number}"
-        sampler = SamplerRow(
-            sampler_id, run.session_id, run.owner, run.base_model, time.time(),
-            adapter=sampler_id, adapter_dir=self.home.relative(directory),
-        )  # fmt: skip
-        kept = self.ledger.sampler(sampler_id)
-        if kept is not None and kept.adapter_dir != sampler.adapter_dir:
-            raise EngineError(f"sampler {sampler_id} exists already: use another number", "user")
-        self.home.check_disk()
-        size = await execute(engine, SaveAdapter(run.run_id, str(directory), overwrite=True))
-        self.home.count(run.owner, size)
-        await self._must_fit(directory, run.owner)
-        exported = await execute(engine, protocol.ExportAdapter(run.run_id))
-        await self.adapters.of(engine).add(sampler, exported)
-        self.ledger.add_sampler(sampler)
-        return sampler_id
-
-    async def _save(self, engine: Engine, run: RunRow, work: Execution) -> Any:
-        """Write the files, then the row."""
-        request, (kind, reply) = work.request, SAVES[work.op]
-        if request.path is None:
-            sampler_id = await self._publish(engine, run, request.sampling_session_seq_id)
-            return reply(sampling_session_id=sampler_id, type=work.op)
-        recipients = encryption.read_recipients(getattr(request, "age_encryption_recipients", None) or [])
-        optimizer, overwrite = kind == "weights", getattr(request, "overwrite", False)
-        directory = self.home.run_dir(run.run_id) / kind / request.path
-        async with self.home.locked(place := self.home.relative(directory)):
-            path = f"tinker://{run.run_id}/{kind}/{request.path}"
-            kept = self.access.any_checkpoint(path)
-            if kept is not None and not overwrite and kept.created_at < work.may_be_done_since:
-                raise EngineError(f"ResourceAlreadyExists: {path} exists already", "user")
-            await self._check_room(run, kind, 0 if kept is None else kept.size_bytes)
-            size = await _write(engine, run.run_id, directory, optimizer, recipients)
-            now = time.time()
-            row = CheckpointRow(
-                run.run_id, kind, request.path, run.owner, run.base_model, run.lora, place, size, now,
-                optimizer, run.project_id, None if request.ttl_seconds is None else now + request.ttl_seconds,
-                user_metadata=getattr(request, "user_metadata", None), encrypted=bool(recipients),
-            )  # fmt: skip
-            self.home.count(run.owner, size if kept is None else max(0, size - kept.size_bytes))
-            if kept is None:
-                await self._must_fit(directory, run.owner)
-            with self.ledger.transaction():
-                self.ledger.add_checkpoint(row, overwrite=True)
-                caller = Caller(run.owner, run.project_id)
-                self.activity.audit(caller, "checkpoints.save", run_id=run.run_id, tinker_path=path)
-            self.activity.count(run, {"checkpoint": 1})
-            return reply(path=path, size_bytes=size, type=work.op)
-
-    async def _check_room(self, run: RunRow, kind: CheckpointKind, replaced: int) -> None:
-        """A run's checkpoints of one kind are all of one size: the last one tells the next one's."""
-        last = self.ledger.latest_checkpoints([run.run_id]).get((run.run_id, kind))
-        size = 0 if last is None else last.size_bytes
-        self.home.check_disk(size)
-        if why := await self.home.over_quota(max(0, size - replaced), run.owner):
-            raise EngineError(why, "user")
-
-    async def _must_fit(self, directory: Path, user: str) -> None:
-        """Delete what has just been written, if it is more than the quota allows."""
-        if why := await self.home.over_quota(0, user):
-            await asyncio.to_thread(shutil.rmtree, directory, True)
-            raise EngineError(why, "user")
-
-
-async def _write(
-    engine: Engine, run_id: str, directory: Path, optimizer: bool, recipients: list[Any] | None
-) -> int:
-    """Write a checkpoint's files, encrypted if there are recipients; returns their size."""
-    place = directory.with_name(f".{directory.name}.plain.tmp") if recipients else directory
-    try:
-        size = await execute(engine, SaveAdapter(run_id, str(place), optimizer=optimizer, overwrite=True))
-        if recipients:
-            size = await asyncio.to_thread(encryption.seal, place, directory, recipients)
-        return size
-    finally:
-        if recipients:
-            await asyncio.to_thread(shutil.rmtree, place, True)

