@@ -18,7 +18,6 @@ class ServiceConfig:
     """Where state lives, which base models there are, and what the limits are. Times are in seconds."""
 
     home: Path
-    store: str | None = None  # where saved adapters are (`tinkex.store`); None: in the home
     models: Mapping[str, str] = field(default_factory=dict[str, str])  # name -> directory or GGUF file
     models_directory: Path | None = None  # more models: directories or GGUF files, ORG/NAME or ORG--NAME
     any_path: bool = False  # a base model may also be named by its path: for embedded mode only
@@ -27,6 +26,7 @@ class ServiceConfig:
     offline: bool = False  # never ask a hub for a model or tokenizer
 
     # what survives
+    store: str | None = None  # where saved adapters are (`tinkex.store`); None: in the home
     resume: bool = True  # clients outlive this process: go on with the runs of an earlier one
     durability: Durability = "process"  # what was acknowledged survives a killed process, or a power cut too
     snapshot_steps: int = 20  # optimizer steps between two snapshots of a run
