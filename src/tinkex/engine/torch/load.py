@@ -71,7 +71,7 @@ def fill(
     """A decoder of `config` with every weight copied from `tensors`; `source` is for messages."""
     decoder = empty_decoder(config, device, dtype, quantised=quantize != "none")
     places, slots, unexpected = decoder.weights(), decoder.slots(), []
-    for stored, name, tensor in _ours(config, tensors):
+    for stored, name, tensor in our_weights(config, tensors):
         place, slot = places.pop(name, None), slots.pop(name, None)
         if place is None and slot is None:
             # Redundant are rotary tables of old files, and the copy of a tied embedding.
@@ -98,7 +98,7 @@ def fill(
     return decoder
 
 
-def _ours(
+def our_weights(
     config: ModelConfig, tensors: Iterable[tuple[str, Tensor | QuantisedWeight]]
 ) -> Iterator[tuple[str, str, Tensor | QuantisedWeight]]:
     """Each tensor with its stored name and our name; stacked experts and fused parts one by one."""
