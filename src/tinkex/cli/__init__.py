@@ -21,6 +21,7 @@ from tinkex.cli.output import format_option, show
 # name -> module:attribute, and its line in `tinkex --help`
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("tinkex.cli.demo:demo", "Fine-tune a small model on this machine, in a minute."),
+    "train": ("tinkex.cli.train:train", "Train an adapter on your data."),
     "chat": ("tinkex.cli.chat:chat", "Talk to a model or an adapter."),
     "serve": ("tinkex.cli.serve:serve", "Serve base models to Tinker clients."),
     "server": ("tinkex.cli.serve:server", "API keys of a server, and sharing of runs."),

@@ -10,10 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -129,24 +125,3 @@ class Demo:
         fields = asdict(bookmark) | {"checksum": bookmark.checksum()}
         part.write_text(json.dumps(fields, indent=2) + "\n")
         os.replace(part, file)
-
-
-@contextmanager
-def ctrl_c() -> Generator[Callable[[], bool]]:
-    """Has Ctrl-C been pressed? The first press lets the current step finish; the second interrupts."""
-    pressed = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
-        yield pressed.is_set
-        return
-
-    def handle(number: int, frame: object) -> None:
-        pressed.set()
-        # Not print: the signal may have interrupted one.
-        os.write(2, b"\nending this step, then saving; Ctrl-C again stops at once\n")
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield pressed.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -17,8 +17,9 @@ from importlib.resources import files
 from typing import Any
 
 import tinkex
-from tinkex.demo import Demo, ctrl_c
+from tinkex.demo import Demo
 from tinkex.demo.screen import Screen
+from tinkex.recipes.interrupts import ctrl_c
 
 _QUESTIONS = (
     ("What is the capital of China?", "Beijing"),

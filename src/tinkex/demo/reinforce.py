@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import tinkex
-from tinkex.demo import Demo, ctrl_c
+from tinkex.demo import Demo
 from tinkex.demo.screen import Screen
+from tinkex.recipes.interrupts import ctrl_c
 from tinkex.rl import group_advantages, rl_datum
 
 

@@ -1,0 +1,91 @@
+"""What every training recipe is told, and how it starts a run; a field's help is the command line's.
+
+The fields of a config are the options of its command: `tinkex.cli.train` makes one of the other.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import tinkex
+from tinkex.errors import InvalidInputError
+from tinkex.recipes.progress import Progress
+from tinkex.recipes.run_directory import RunDirectory
+from tinkex.recipes.schedule import Schedule, default_learning_rate, learning_rate_at
+
+MODEL = "SmolLM2-135M-Instruct"
+# Where a run is kept, and where its metrics go, do not change what it computes.
+_FREE = ("out", "log", "fresh", "show_batch")
+
+
+def option(default: Any, help: str, **more: Any) -> Any:
+    """A field of a config, with the help of its option; `names` are further names of it."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The settings that all recipes share."""
+
+    model: str = option(MODEL, "A base model: its name or directory.")
+    start_from: str | None = option(
+        None, "Start from a saved adapter (tinker://…/weights/…) instead of a new one.", names=("--from",)
+    )
+    out: str | None = option(None, "Directory of the run; the same one again resumes it.")
+    rank: int = option(32, "Rank of the LoRA adapter.")
+    learning_rate: float | None = option(None, "The highest learning rate; by default that of the model.")
+    schedule: Schedule = option("linear", "How the learning rate falls.")  # noqa: RUF009
+    warmup: int = option(0, "Steps over which the learning rate rises at first.")
+    steps: int | None = option(None, "Optimizer steps; by default as many as the epochs take.")
+    seed: int = option(0, "Of the adapter, the order of the data, and sampling.")
+    save_every: int = option(20, "Steps between two checkpoints to resume from.")
+    train_unembed: bool = option(False, "Train the unembedding too; vLLM cannot serve that.")
+    log: str | None = option(None, "Send metrics to wandb, trackio or tensorboard too.", names=("--log",))
+    fresh: bool = option(False, "Start anew where the directory has a run already.")
+    adam: tinkex.AdamParams = field(
+        default_factory=lambda: tinkex.AdamParams(eps=1e-8, grad_clip_norm=1.0), metadata={"hidden": True}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "save_every", "steps"):
+            value = asdict(self)[name]
+            if value is not None and value < 1:
+                raise InvalidInputError(f"{name} must be at least 1, got {value}")
+        if self.learning_rate is not None and not 0 < self.learning_rate < 1:
+            raise InvalidInputError(f"learning_rate must be between 0 and 1, got {self.learning_rate}")
+
+    def settings(self, recipe: str, **facts: Any) -> dict[str, Any]:
+        """All that decides what the run computes, for config.json."""
+        own = {each.name: asdict(self)[each.name] for each in fields(self) if each.name not in _FREE}
+        return {"recipe": recipe, **own, **facts}
+
+    def open(self, recipe: str, what: str, progress: Progress, **facts: Any) -> RunDirectory:
+        """The run's directory: `out`, or one named by the recipe and its data. `facts` are about the data."""
+        named = Path("runs") / f"{recipe}-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(what).stem)}"
+        place = Path(self.out).expanduser() if self.out else named
+        settings = self.settings(recipe, **facts)
+        return RunDirectory(place, settings, progress, fresh=self.fresh, tracker=self.log)
+
+    def create_run(self, service: tinkex.ServiceClient) -> tinkex.TrainingClient:
+        """A new adapter, or a saved one with a new optimizer."""
+        if self.start_from is not None:
+            return service.create_training_client_from_state(self.start_from)
+        return service.create_lora_training_client(
+            self.model, self.rank, seed=self.seed, train_unembed=self.train_unembed
+        )
+
+    def step_params(self, step: int, steps: int, peak: float) -> tinkex.AdamParams:
+        """The optimizer's settings of a step."""
+        rate = learning_rate_at(step, steps, peak, self.schedule, self.warmup)
+        adam = {**asdict(self.adam), "learning_rate": rate}
+        return tinkex.AdamParams(**adam)
+
+    def peak_learning_rate(self, service: tinkex.ServiceClient, recipe: str) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        models = service.get_server_capabilities().supported_models
+        size = next((model.parameters for model in models if model.model_name == self.model), None)
+        return default_learning_rate(self.model, size, recipe)
