@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tinkex.errors import InvalidInputError
-from tinkex.recipes.conversations import Conversation, conversation, load, pair, question
+from tinkex.recipes.conversations import ChatExample, conversation, load, pair, question
 
 USER, SAID = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -38,11 +38,11 @@ SYSTEM = {"role": "system", "content": "Be kind."}
     ],
 )
 def test_conversations_of_every_format(row: dict[str, Any], messages: Any, read_only: int) -> None:
-    assert conversation(row) == Conversation(messages, read_only)
+    assert conversation(row) == ChatExample(messages, read_only)
 
 
 def test_text_and_tools() -> None:
-    assert conversation({"text": "Once"}) == Conversation(text="Once")
+    assert conversation({"text": "Once"}) == ChatExample(text="Once")
     assert conversation({"messages": [USER, SAID], "tools": [{"name": "f"}]}).tools == [{"name": "f"}]
 
 

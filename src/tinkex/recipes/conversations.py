@@ -41,7 +41,7 @@ _SHOWN = 3  # bad rows that are named
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatExample:
     """Messages to learn from; `prompt` of them are only read. Plain text has no messages."""
 
     messages: list[Message] = field(default_factory=list[Message])
@@ -231,7 +231,7 @@ def _hub_rows(source: str) -> Iterator[tuple[str, Row]]:
 # -- formats ---------------------------------------------------------------------------------------------
 
 
-def conversation(row: Row) -> Conversation:
+def conversation(row: Row) -> ChatExample:
     """A row of any format that one can learn to answer from.
 
     >>> conversation({"instruction": "Add.", "input": "1 2", "output": "3"}).messages[0]["content"]
@@ -239,17 +239,17 @@ def conversation(row: Row) -> Conversation:
     """
     tools = _decoded(row.get("tools"))
     if "messages" in row:
-        return Conversation(_messages(row["messages"], "messages"), tools=tools)
+        return ChatExample(_messages(row["messages"], "messages"), tools=tools)
     if "conversations" in row:
-        return Conversation([*_system(row), *_sharegpt(row["conversations"])], tools=tools)
+        return ChatExample([*_system(row), *_sharegpt(row["conversations"])], tools=tools)
     if "instruction" in row and "output" in row:
         asked = [*_system(row), {"role": "user", "content": _alpaca(row)}]
-        return Conversation([*asked, {"role": "assistant", "content": _text(row, "output")}], len(asked))
+        return ChatExample([*asked, {"role": "assistant", "content": _text(row, "output")}], len(asked))
     if "prompt" in row and "completion" in row:
         asked = _turns(row, "prompt", "user")
-        return Conversation([*asked, *_turns(row, "completion", "assistant")], len(asked), tools=tools)
+        return ChatExample([*asked, *_turns(row, "completion", "assistant")], len(asked), tools=tools)
     if "text" in row:
-        return Conversation(text=_text(row, "text"))
+        return ChatExample(text=_text(row, "text"))
     raise _unknown(row, FORMATS)
 
 

@@ -77,6 +77,13 @@ class TrainConfig:
             self.model, self.rank, seed=self.seed, train_unembed=self.train_unembed
         )
 
+    def reference(self, service: tinkex.ServiceClient) -> tinkex.SamplingClient:
+        """A sampler of the model that training starts from."""
+        if self.start_from is None:
+            return service.create_sampling_client(base_model=self.model)
+        start = service.create_training_client_from_state(self.start_from)
+        return start.save_weights_and_get_sampling_client()
+
     def step_params(self, step: int, steps: int, peak: float) -> tinkex.AdamParams:
         """The optimizer's settings of a step."""
         rate = learning_rate_at(step, steps, peak, self.schedule, self.warmup)

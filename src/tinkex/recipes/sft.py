@@ -22,7 +22,7 @@ from tinkex.data import (
     mean_loss,
     text_datum,
 )
-from tinkex.recipes.conversations import Conversation, conversation, load
+from tinkex.recipes.conversations import ChatExample, conversation, load
 from tinkex.recipes.interrupts import ctrl_c
 from tinkex.recipes.progress import Progress
 from tinkex.recipes.run_directory import Interrupted, Outcome, RunDirectory
@@ -125,7 +125,7 @@ def train_sft(
         return directory.finish(run)
 
 
-def sft_data(tokenizer: Any, example: Conversation, config: SftConfig) -> list[tinkex.Datum]:
+def sft_data(tokenizer: Any, example: ChatExample, config: SftConfig) -> list[tinkex.Datum]:
     """An example as datums: by the chat template where there is one, else as plain text."""
     if example.text is not None:
         return [text_datum(tokenizer, example.text, max_length=config.max_length)]

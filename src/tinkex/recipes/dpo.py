@@ -1,0 +1,169 @@
+"""Direct preference optimisation on pairs of answers: `tinkex train dpo DATA`.
+
+Read `train_dpo`. The reference is the model that training starts from; its logprobs are computed once for
+each pair. The loss, −log σ(β · margin), has its gradient in numpy, so that no torch is needed on the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import tinkex
+from tinkex.data import Batches, chat_datum, completion_datum, held_out
+from tinkex.recipes.conversations import Pair, load, pair
+from tinkex.recipes.interrupts import ctrl_c
+from tinkex.recipes.progress import Progress
+from tinkex.recipes.run_directory import Interrupted, Outcome
+from tinkex.recipes.settings import TrainConfig, option
+from tinkex.rl import whole_sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoConfig(TrainConfig):
+    """Settings of direct preference optimisation."""
+
+    data: str = option("", "Pairs: a file, or a hub dataset org/name[:split].", argument=True)
+    beta: float = option(0.1, "How strongly the policy is held to the reference.")
+    batch_size: int = option(8, "Pairs of a step.")
+    epochs: float = option(1.0, "Passes over the data, unless --steps is given.")
+    max_length: int = option(2048, "Tokens of a prompt with an answer; longer ones are cut.")
+    shuffle: bool = option(True, "A new order in every epoch.")
+    eval_every: int = option(20, "Steps between two evaluations on held-out pairs (a tenth, at most 50).")
+    skip_bad: bool = option(False, "Leave out rows that cannot be used, and count them.")
+    show_batch: bool = option(False, "Show the first batch, with what is learnt, and do not train.")
+
+
+def train_dpo(
+    config: DpoConfig, service: tinkex.ServiceClient | None = None, progress: Progress | None = None
+) -> Outcome | None:
+    """Train an adapter to prefer the chosen answers; None if the batch was only shown.
+
+    >>> train_dpo(DpoConfig(data="pairs.jsonl", out="runs/pairs"))  # doctest: +SKIP
+    """
+    progress = progress or Progress(quiet=True)
+    read = load(config.data, pair, skip_bad=config.skip_bad)
+    with ExitStack() as stack:
+        directory = stack.enter_context(config.open("dpo", config.data, progress, data_digest=read.digest))
+        if directory.outcome is not None:
+            progress.note(f"{directory.path} is finished; --fresh trains anew")
+            return directory.outcome
+        service = service or stack.enter_context(tinkex.ServiceClient())
+        run = directory.resume(service) or config.create_run(service)
+        tokenizer = run.get_tokenizer()
+        made = read.map(lambda each: pair_data(tokenizer, each, config), skip_bad=config.skip_bad)
+        kept, out = held_out(len(made.items), min(50, len(made.items) // 10), config.seed)
+        pairs, tests = [made.items[i] for i in kept], [made.items[i] for i in out]
+        lengths = [sum(datum.model_input.length for datum in each) for each in pairs]
+        batches = Batches(lengths, size=config.batch_size, seed=config.seed, shuffle=config.shuffle)
+        steps = config.steps or batches.steps(config.epochs)
+        if config.show_batch:
+            progress.batch(tokenizer, [datum for i in batches[0] for datum in pairs[i]])
+            return None
+        peak = config.peak_learning_rate(service, "dpo")
+        progress.begin(
+            f"{len(pairs)} pairs ({made.bad} bad rows left out), {len(tests)} held out; {steps} steps of "
+            f"{config.batch_size}, learning rate {peak:g}, beta {config.beta:g}", steps, directory.done,
+        )  # fmt: skip
+
+        reference = Reference(config.reference(service))
+        if tests and not directory.rows:
+            directory.log(0, evaluate_pairs(run, tests, reference, config.beta))
+        stopped = stack.enter_context(ctrl_c())
+        for step in range(directory.done + 1, steps + 1):
+            batch = [datum for i in batches[step - 1] for datum in pairs[i]]
+            loss = PreferenceLoss(reference.sums(batch), config.beta)
+            params = config.step_params(step - 1, steps, peak)
+            passed = run.forward_backward_custom(batch, loss)
+            run.optim_step(params).result()
+            found = passed.result().metrics
+            row = {name: found[name] for name in ("margin", "accuracy", "chosen", "rejected")}
+            tokens = sum(datum.model_input.length for datum in batch)
+            row = {"loss": found["loss:sum"], **row, "learning_rate": params.learning_rate}
+            directory.log(step, row, tokens)
+            if tests and (step % config.eval_every == 0 or step == steps):
+                directory.log(step, evaluate_pairs(run, tests, reference, config.beta))
+            stop = stopped()
+            if stop or step % config.save_every == 0 or step == steps:
+                directory.save(service, run, step)
+            if stop and step < steps:
+                raise Interrupted(f"stopped after step {step} of {steps}; the same command continues")
+        return directory.finish(run)
+
+
+def pair_data(tokenizer: Any, each: Pair, config: DpoConfig) -> tuple[tinkex.Datum, tinkex.Datum]:
+    """The chosen and the rejected answer after the prompt, with weight 1 on the answer."""
+    prompt = [{**message, "weight": 0} for message in each.prompt]
+    if tokenizer.chat_template:
+        chosen, rejected = (
+            chat_datum(tokenizer, [*prompt, *answer], max_length=config.max_length)
+            for answer in (each.chosen, each.rejected)
+        )
+        return chosen, rejected
+    asked = "".join(str(message["content"]) for message in each.prompt)
+    chosen, rejected = (
+        completion_datum(
+            tokenizer, asked, "".join(str(m["content"]) for m in answer), max_length=config.max_length
+        )
+        for answer in (each.chosen, each.rejected)
+    )
+    return chosen, rejected
+
+
+class Reference:
+    """The reference model's logprobs of answers, each computed once."""
+
+    def __init__(self, sampler: tinkex.SamplingClient) -> None:
+        self._sampler = sampler
+        self._known: dict[int, tuple[tinkex.Datum, float]] = {}  # by identity; the datum is kept alive
+
+    def sums(self, data: Sequence[tinkex.Datum]) -> np.ndarray:
+        """The logprob of each datum's learnt tokens."""
+        new = [datum for datum in data if id(datum) not in self._known]
+        asked = [self._sampler.compute_logprobs(whole_sequence(datum)) for datum in new]
+        for datum, future in zip(new, asked, strict=True):
+            scores = np.array(future.result()[1:], np.float64)
+            self._known[id(datum)] = datum, float(scores @ datum.loss_fn_inputs["weights"].to_numpy())
+        return np.array([self._known[id(datum)][1] for datum in data])
+
+
+@dataclass(frozen=True, eq=False)
+class PreferenceLoss:
+    """The mean of −log σ(β · margin) over pairs; datums are chosen, rejected, chosen, rejected, …"""
+
+    references: np.ndarray  # the reference's logprob of each datum
+    beta: float
+
+    def value_and_gradients(
+        self, data: Sequence[tinkex.Datum], logprobs: Sequence[np.ndarray]
+    ) -> tuple[float, list[np.ndarray], dict[str, float]]:
+        weights = [datum.loss_fn_inputs["weights"].to_numpy().astype(np.float64) for datum in data]
+        sums = np.array([lp.astype(np.float64) @ w for lp, w in zip(logprobs, weights, strict=True)])
+        ratios = self.beta * (sums - self.references)
+        margins = ratios[::2] - ratios[1::2]
+        loss = float(np.logaddexp(0, -margins).mean())
+        push = self.beta / (1 + np.exp(margins)) / len(margins)  # −dL/d(chosen), +dL/d(rejected)
+        signed = np.stack([-push, push], axis=1).reshape(-1)
+        gradients = [(sign * w).astype(np.float32) for sign, w in zip(signed, weights, strict=True)]
+        means = {"chosen": float(ratios[::2].mean()), "rejected": float(ratios[1::2].mean())}
+        wins = {"margin": float(margins.mean()), "accuracy": float((margins > 0).mean())}
+        return loss, gradients, {**wins, **means}
+
+
+def evaluate_pairs(
+    run: tinkex.TrainingClient,
+    pairs: Sequence[tuple[tinkex.Datum, tinkex.Datum]],
+    reference: Reference,
+    beta: float,
+) -> dict[str, float]:
+    """Loss and accuracy on held-out pairs."""
+    data = [datum for each in pairs for datum in each]
+    outputs = run.forward(data, "cross_entropy").result().loss_fn_outputs
+    loss = PreferenceLoss(reference.sums(data), beta)
+    logprobs = [output["logprobs"].to_numpy() for output in outputs]
+    value, _, metrics = loss.value_and_gradients(data, logprobs)
+    return {"eval_loss": value, "eval_accuracy": metrics["accuracy"], "eval_margin": metrics["margin"]}

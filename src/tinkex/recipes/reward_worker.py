@@ -1,0 +1,50 @@
+"""Computes rewards for `rewards.py`: `python reward_worker.py SPEC`, a JSON object a line, in and out.
+
+It is run by path, so that it starts quickly and finds modules beside the user's working directory. What the
+user's function prints goes to stderr.
+"""
+
+import importlib
+import json
+import os
+import re
+import sys
+
+
+def load(spec: str):
+    kind, _, rest = spec.partition(":")
+    if kind == "regex":
+        pattern = re.compile(rest, re.DOTALL)
+        return lambda text, row: float(pattern.search(text) is not None)
+    sys.path[0] = os.getcwd()  # not this file's folder
+    function = vars(importlib.import_module(kind))[rest]
+    if not callable(function):
+        raise TypeError(f"{rest} is not a function")
+    return function
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what is printed must not be taken for an answer
+    score = problem = None
+    try:
+        score = load(sys.argv[1])
+    except Exception as error:  # whatever a user's module raises
+        problem = f"{type(error).__name__}: {error}"
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            if score is None:
+                answer = {"error": problem}
+            elif question["check_only"]:
+                answer = {"reward": 0.0}
+            else:
+                answer = {"reward": float(score(question["text"], question["row"]))}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
