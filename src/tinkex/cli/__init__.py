@@ -22,6 +22,7 @@ from tinkex.cli.output import format_option, show
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("tinkex.cli.demo:demo", "Fine-tune a small model on this machine, in a minute."),
     "train": ("tinkex.cli.train:train", "Train an adapter on your data."),
+    "eval": ("tinkex.cli.evaluate:evaluate", "Compare models and adapters on your data."),
     "chat": ("tinkex.cli.chat:chat", "Talk to a model or an adapter."),
     "serve": ("tinkex.cli.serve:serve", "Serve base models to Tinker clients."),
     "server": ("tinkex.cli.serve:server", "API keys of a server, and sharing of runs."),

@@ -6,26 +6,88 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
-from importlib import import_module
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import click
 
 from tinkex.cli import INTERRUPTED
-from tinkex.cli.output import Finite, Integer, note
-from tinkex.recipes.conversations import FORMATS
+from tinkex.cli.output import Finite, Whole, note
+from tinkex.recipes.distill import DistillConfig, train_distill
+from tinkex.recipes.dpo import DpoConfig, train_dpo
+from tinkex.recipes.grpo import GrpoConfig, train_grpo
+from tinkex.recipes.progress import Progress
+from tinkex.recipes.run_directory import Interrupted, Outcome
+from tinkex.recipes.sft import SftConfig, train_sft
 
-# name -> module, config, function, the metrics to plot, and a line of help
-RECIPES: dict[str, tuple[str, str, str, tuple[str, ...], str]] = {
-    "sft": ("sft", "SftConfig", "train_sft", ("loss", "eval_loss"), "Learn from examples."),
-}
 
-_FORMATS = "\n".join(["\b", *FORMATS.splitlines()])
-HELP = {
-    "sft": f"DATA is JSONL, JSON, Parquet, CSV, text or a hub dataset, with rows like these:\n\n{_FORMATS}",
-}
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as a command."""
+
+    name: str
+    config: type[Any]
+    train: Callable[..., Outcome | None]
+    curves: tuple[str, ...]  # the metrics that are plotted
+    about: str
+    help: str
+
+
+RECIPES = (
+    Recipe(
+        "sft", SftConfig, train_sft, ("loss", "eval_loss"), "Learn from examples.",
+        """DATA is JSONL, JSON, Parquet, CSV, text or a hub dataset; rows are like one of
+
+\b
+{"messages": [{"role": "user", "content": …}, …]}
+{"conversations": [{"from": "human", "value": …}, …]}    (ShareGPT)
+{"instruction": …, "input": …, "output": …}              (Alpaca)
+{"prompt": …, "completion": …}
+{"text": …}
+
+\b
+tinkex train sft chats.jsonl --show-batch
+tinkex train sft chats.jsonl --out runs/chats""",
+    ),
+    Recipe(
+        "dpo", DpoConfig, train_dpo, ("loss", "accuracy", "eval_loss"), "Learn from preferences.",
+        'DATA has rows like {"prompt": …, "chosen": …, "rejected": …}; all may be lists of messages.',
+    ),
+    Recipe(
+        "grpo", GrpoConfig, train_grpo, ("reward", "entropy"), "Learn from rewards.",
+        """DATA has prompts, {"prompt": …} or {"question": …}, and what else the reward
+reads. Without DATA, --env names a built-in environment.
+
+\b
+tinkex train grpo --env arithmetic
+tinkex train grpo asked.jsonl --reward grading:score   # score(text, row)
+tinkex train grpo asked.jsonl --reward 'regex:^Yes'
+tinkex train grpo asked.jsonl --reward 'program:python grade.py'""",
+    ),
+    Recipe(
+        "distill", DistillConfig, train_distill, ("kl_teacher",), "Learn from a larger model.",
+        "DATA has prompts, as for grpo. The student answers, and the teacher scores its tokens.",
+    ),
+)  # fmt: skip
+
+
+@click.group()
+def train() -> None:
+    """Train an adapter from a file of examples, preferences or prompts.
+
+    Runs go into a directory (--out); the same command again resumes a run that was stopped or killed.
+    """
+
+
+def _command(recipe: Recipe) -> click.Command:
+    def start(**given: Any) -> None:
+        _train(recipe, recipe.config(**given))
+
+    text = f"{recipe.about}\n\n{recipe.help}"
+    return click.Command(
+        recipe.name, params=_options(recipe.config), callback=start, help=text, short_help=recipe.about
+    )
 
 
 def _options(kind: type[Any]) -> list[click.Parameter]:
@@ -44,42 +106,22 @@ def _argument(field: Field[Any]) -> click.Parameter:
 
 
 def _option(field: Field[Any], hint: Any) -> click.Parameter:
-    name = field.name.replace("_", "-")
+    name, about = field.name.replace("_", "-"), field.metadata["help"]
     default = None if field.default is MISSING else field.default
-    names = [*field.metadata.get("names", (f"--{name}",)), field.name]
-    choices = [each for each in get_args(hint) if each is not type(None)]
     if hint is bool:
-        given = [f"--{name}/--no-{name}" if default else f"--{name}", field.name]
-        return click.Option(given, is_flag=True, default=default, help=field.metadata["help"])
-    kind: Any = choices[0] if choices and isinstance(choices[0], type) else hint
-    if choices and all(isinstance(each, str) for each in choices):
-        kind = click.Choice(choices)
-    types: dict[Any, Any] = {int: Integer(), float: Finite(), str: str}
-    return click.Option(
-        names, type=types.get(kind, kind), default=default, show_default=default is not None,
-        help=field.metadata["help"],
-    )  # fmt: skip
+        given = f"--{name}/--no-{name}" if default else f"--{name}"
+        return click.Option([given, field.name], is_flag=True, default=default, help=about)
+    kinds = [each for each in get_args(hint) if each is not type(None)] or [hint]
+    types: dict[Any, Any] = {int: Whole(0), float: Finite(0), str: str}
+    kind = types.get(kinds[0]) or click.Choice(kinds)
+    names = [*field.metadata.get("names", (f"--{name}",)), field.name]
+    return click.Option(names, type=kind, default=default, show_default=bool(default), help=about)
 
 
-def _command(name: str) -> click.Command:
-    module, config_name, function_name, curves, about = RECIPES[name]
-    recipe = import_module(f"tinkex.recipes.{module}")
-    kind, function = vars(recipe)[config_name], vars(recipe)[function_name]
-
-    def train(**given: Any) -> None:
-        _train(name, kind(**given), function, curves)
-
-    text = f"{about}\n\n{HELP[name]}"
-    return click.Command(name, params=_options(kind), callback=train, help=text, short_help=about)
-
-
-def _train(name: str, config: Any, function: Callable[..., Any], curves: tuple[str, ...]) -> None:
-    from tinkex.recipes.progress import Progress
-    from tinkex.recipes.run_directory import Interrupted
-
+def _train(recipe: Recipe, config: Any) -> None:
     progress = Progress()
     try:
-        outcome = function(config, progress=progress)
+        outcome = recipe.train(config, progress=progress)
     except Interrupted as stopped:
         note(f"{stopped}: {shlex.join(['tinkex', *sys.argv[1:]])}")
         sys.exit(INTERRUPTED)
@@ -87,33 +129,19 @@ def _train(name: str, config: Any, function: Callable[..., Any], curves: tuple[s
         return
     place = Path(outcome.directory)
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    progress.curves(rows, curves, place / "curves.png")
+    progress.curves(rows, recipe.curves, place / "curves.png")
     _next(outcome)
 
 
-def _next(outcome: Any) -> None:
+def _next(outcome: Outcome) -> None:
     """What to do with the adapter."""
     click.echo(f"\nadapter: {outcome.adapter}")
     click.echo(f"chat:    tinkex chat {outcome.adapter}")
     click.echo("serve:   tinkex serve   (then TINKER_BASE_URL, and the adapter by its path)")
-    click.echo(f"compare: tinkex eval DATA {outcome.base_model} {outcome.adapter}")
-    click.echo(f"train on: tinkex train … --from {outcome.state}")
+    click.echo(f"compare: tinkex eval {outcome.base_model} {outcome.adapter} --data …")
+    click.echo(f"go on:   tinkex train … --from {outcome.state}")
     click.echo(f"metrics, samples, settings: {outcome.directory}")
 
 
-class _Recipes(click.Group):
-    """A group whose commands are the rows of RECIPES, imported when they are used."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(RECIPES)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return _command(cmd_name) if cmd_name in RECIPES else None
-
-
-@click.group("train", cls=_Recipes)
-def train() -> None:
-    """Train an adapter from a file of examples, preferences or prompts.
-
-    Runs go into a directory (--out); the same command again resumes a run that was stopped or killed.
-    """
+for each in RECIPES:
+    train.add_command(_command(each))

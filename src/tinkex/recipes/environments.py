@@ -1,8 +1,8 @@
 """Environments for reinforcement learning: problems by number, and a program that judges the answers.
 
-`arithmetic`, `format`, `python` (code is run in the sandbox) and `tools` (several turns with a calculator) need
-no data; prompts of a file with a reward of yours are one too. A problem is a function of its number, so that a
-run resumes. An environment knows text and messages, no tokens and no models.
+`arithmetic`, `format`, `python` (code is run in the sandbox) and `tools` (several turns with a calculator)
+need no data; prompts of a file with a reward of yours are one too. A problem is a function of its number, so
+that a run resumes. An environment knows text and messages, no tokens and no models.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 import operator
 import random
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -139,8 +140,9 @@ class Python:
         block = re.search(r"```(?:python)?\n(.*?)```", text, re.DOTALL)
         code = block[1] if block else text
         lines = [f"try:\n    print(1 if ({test}) else 0)\nexcept Exception:\n    print(0)" for test in tests]
-        ended = run_python("\n".join([code, 'print("tests")', *lines]), limits=SandboxLimits(self.seconds))
-        passed = ended.stdout.rpartition("tests\n")[2].split().count("1")
+        mark = secrets.token_hex(8)  # what the code prints itself is no test
+        ended = run_python("\n".join([code, f"print('{mark}')", *lines]), limits=SandboxLimits(self.seconds))
+        passed = ended.stdout.partition(f"{mark}\n")[2].split().count("1")
         return min(1.0, passed / len(tests)) if ended.exit_code == 0 else 0.0
 
 
@@ -183,7 +185,7 @@ class Tools:
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: lambda a, b: a / b,
 }  # fmt: skip
 
 

@@ -9,13 +9,15 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
-def load(spec: str):
+def load(spec: str) -> Callable[[str, Mapping[str, Any]], Any]:
     kind, _, rest = spec.partition(":")
     if kind == "regex":
         pattern = re.compile(rest, re.DOTALL)
-        return lambda text, row: float(pattern.search(text) is not None)
+        return lambda text, _: float(pattern.search(text) is not None)
     sys.path[0] = os.getcwd()  # not this file's folder
     function = vars(importlib.import_module(kind))[rest]
     if not callable(function):
@@ -26,7 +28,8 @@ def load(spec: str):
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is printed must not be taken for an answer
-    score = problem = None
+    score: Callable[[str, Mapping[str, Any]], Any] | None = None
+    problem = ""
     try:
         score = load(sys.argv[1])
     except Exception as error:  # whatever a user's module raises

@@ -1,8 +1,8 @@
 """Rewards of answers: a function of yours, a regular expression, or a program; each with a time limit.
 
 `module:function` is called as `function(text, row)` and returns a number; `regex:PATTERN` gives 1 where the
-pattern is found; `program:COMMAND` reads {"text": …, "row": …} as JSON from stdin and prints a number. All run
-in child processes: one that takes too long is killed, and its answer gets 0 and is counted.
+pattern is found; `program:COMMAND` reads {"text": …, "row": …} as JSON from stdin and prints a number. All
+run in child processes: one that takes too long is killed, and its answer gets 0 and is counted.
 """
 
 from __future__ import annotations
@@ -85,11 +85,12 @@ class Reward:
             done = subprocess.run(
                 self._program, input=question, capture_output=True, text=True, timeout=self._seconds
             )
-            return float(done.stdout)
         except subprocess.TimeoutExpired:
             return None
         except FileNotFoundError:
             raise InvalidInputError(f"the reward {self._spec}: there is no such program") from None
+        try:
+            return float(done.stdout)
         except ValueError:
             shown = (done.stderr or done.stdout).strip()[-300:]
             raise InvalidInputError(

@@ -26,6 +26,13 @@ def option(default: Any, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": help, **more})
 
 
+def sampler_of(service: tinkex.ServiceClient, model: str) -> tinkex.SamplingClient:
+    """A sampler of a base model, or of an adapter by its tinker:// path."""
+    if model.startswith("tinker://"):
+        return service.create_sampling_client(model_path=model)
+    return service.create_sampling_client(base_model=model)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The settings that all recipes share."""
