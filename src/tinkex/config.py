@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import InitVar, asdict, dataclass, field
 from functools import lru_cache
@@ -198,18 +199,28 @@ def console_url(base_url: str, page: str = "") -> str:
     return f"{root}/{page}".rstrip("/")
 
 
-def prepare_ray(*, loopback: bool, token: bool = True) -> dict[str, str]:
-    """Set what Ray reads from the environment when it is imported; returns that of a child process.
+def prepare_ray(*, loopback: bool) -> None:
+    """Set what Ray reads from the environment when it is imported, unless it is set.
 
     No usage reports. With `loopback`, Ray does not replace 127.0.0.1 by an address that others can reach.
-    Without `token`, the child has no token to show; this process is left as it is.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if loopback:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    return {**os.environ} if token else {**os.environ, "RAY_AUTH_MODE": "disabled"}
 
 
-def ray_has_token() -> bool:
+def make_ray_token() -> None:
+    """A token for a cluster that this process starts; its processes inherit it, and no file has it."""
+    if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+
+
+def has_ray_token() -> bool:
     """Does Ray show a token to the clusters that this process joins?"""
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
+def environment_without_ray_token() -> dict[str, str]:
+    """The environment of a process that is to be refused."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    return {**kept, "RAY_AUTH_MODE": "disabled"}

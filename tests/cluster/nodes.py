@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-from tinkex.config import prepare_ray
+import psutil
+
+from tinkex.config import make_ray_token, prepare_ray
 from tinkex.engine.cluster import connection
 
 STORE = 80 * 2**20  # bytes: the least that Ray accepts, about
@@ -16,12 +19,14 @@ _SOON = {
     "health_check_failure_threshold": 4,
 }
 
+prepare_ray(loopback=True)  # Ray reads the environment when it is imported
+make_ray_token()
+
 
 class Nodes:
     """Three nodes; this process is connected to them."""
 
     def __init__(self, count: int = 3) -> None:
-        prepare_ray(loopback=True)
         from ray.cluster_utils import Cluster
 
         head = {**_node(), "_system_config": _SOON}
@@ -48,3 +53,13 @@ def _node() -> dict[str, Any]:
         "num_cpus": CPUS, "num_gpus": 0, "object_store_memory": STORE, "node_ip_address": "127.0.0.1",
         "include_dashboard": False,
     }  # fmt: skip
+
+
+def actors(kind: str) -> list[psutil.Process]:
+    """The processes of this cluster's actors of one class."""
+    found: list[psutil.Process] = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{kind}"):
+                found.append(process)
+    return sorted(found, key=lambda process: process.pid)

@@ -261,6 +261,7 @@ def test_every_option_of_serve_has_a_variable_of_the_environment(monkeypatch: py
         "TINKEX_BODY_MEMORY": ("3GB", "body_memory", "3GB"),
         "TINKEX_BODY_MEMORY_PER_USER": ("1GB", "body_memory_per_user", "1GB"),
         "TINKEX_PRELOAD": ("0", "preload", False),
+        "TINKEX_CLUSTER": ("auto", "cluster", "auto"),
         "TINKEX_DRAIN": ("2.5", "drain", 2.5),
         "TINKEX_DURABILITY": ("process", "durability", "process"),
         "TINKEX_LOG_LEVEL": ("error", "log_level", "error"),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tinkex.cli.model_options import read_placement, split_options
 from tinkex.cli.output import Finite, Whole, format_option, note, plural, show
 from tinkex.config import Settings, normalize_url
 from tinkex.errors import InvalidInputError
@@ -26,6 +27,7 @@ from tinkex.models import CATALOGUE, DEFAULT, is_fetchable, unknown_model
 from tinkex.store import read_location
 
 if TYPE_CHECKING:
+    from tinkex.engine.protocol import Placement
     from tinkex.service.ledger import Ledger
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -43,9 +45,14 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 # Every option is also read from the environment: --max-context from TINKEX_MAX_CONTEXT.
 @click.command(context_settings={"show_default": True, "auto_envvar_prefix": "TINKEX"})
 @click.option(
-    "--model", "models", multiple=True, metavar="[NAME=]PLACE",
+    "--model", "models", multiple=True, metavar="[NAME=]PLACE[,OPTION=N…]",
     help="A base model: a Hugging Face directory, a GGUF file or a hub id, and the name that clients use; "
-    f"may be repeated.  [default: {DEFAULT}]",
+    "may be repeated. On a cluster: trainers=M, samplers=N or N-M, gpus=K of each.  "
+    f"[default: {DEFAULT}]",
+)  # fmt: skip
+@click.option(
+    "--cluster", default="", show_default=False, metavar="auto|HOST:PORT",
+    help="Run engines on Ray: on this machine (auto), or on the cluster with this head.  [default: no]",
 )  # fmt: skip
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0: any free one.")
@@ -116,7 +123,8 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.option("--log-level", default="info", type=click.Choice(_LEVELS), help="debug shows every request.")
 @click.option("--engine", default="torch", type=click.Choice(["torch", "fake"]), hidden=True)
 def serve(
-    models: tuple[str, ...], host: str, port: int, home: Path | None, store: str, device: str, dtype: str,
+    models: tuple[str, ...], cluster: str, host: str, port: int, home: Path | None, store: str, device: str,
+    dtype: str,
     quantize: str, deterministic: bool, public_url: str, max_context: int | None, disk_quota: str,
     durability: str, disk_per_user: str, runs_per_user: int, max_connections: int, requests_per_user: int,
     body_memory: str, body_memory_per_user: str, preload: bool, drain: float, log_level: str, engine: str,
@@ -127,6 +135,7 @@ def serve(
     tinkex serve                                            the default model
     tinkex serve --model Qwen/Qwen3-0.6B                    one from the hub
     tinkex serve --model small=./small.gguf --model big=/models/big
+    tinkex serve --cluster auto --model big=/models/big,trainers=2,samplers=1-6
 
     The lines that a client needs are printed once models are loaded. Without an API key only this machine can
     connect; `tinkex server keys add NAME` makes one. Ctrl-C or SIGTERM stops it; nothing is lost.
@@ -148,10 +157,15 @@ def serve(
     logging.getLogger("tinkex").setLevel(log_level.upper())
     place = (home or settings.home).expanduser().resolve()
     quota = read_size(disk_quota) if disk_quota else None
+    options = dict(split_options(spec) for spec in models or (DEFAULT,))
+    placements = read_placements(options, cluster)
+    if cluster:
+        _join_cluster(cluster)
     service = ServiceConfig(
         home=place,
         store=read_location(store) if store else None,
-        models=read_models(models or (DEFAULT,), any_place=engine == "fake"),
+        models=read_models(tuple(options), any_place=engine == "fake"),
+        placements=placements,
         engine=EngineConfig("", engine, device, dtype, max_context, quantize, deterministic=deterministic),  # type: ignore[arg-type]
         durability=durability,  # type: ignore[arg-type]
         preload=preload,
@@ -167,6 +181,23 @@ def serve(
         body_memory=read_size(body_memory), body_memory_per_user=read_size(body_memory_per_user),
     )  # fmt: skip
     run(config, click.echo)
+
+
+def read_placements(options: dict[str, dict[str, str]], cluster: str) -> dict[str, Placement]:
+    """Where each model runs, by name; none without a cluster."""
+    found = {spec.partition("=")[0]: read_placement(spec, given, cluster) for spec, given in options.items()}
+    return {name: placement for name, placement in found.items() if placement is not None}
+
+
+def _join_cluster(address: str) -> None:
+    """Before anything else: a cluster that cannot be used is a mistake of whoever starts the server."""
+    from tinkex.engine.cluster.connection import connect
+    from tinkex.engine.protocol import EngineError
+
+    try:
+        connect(address)
+    except EngineError as error:
+        raise click.ClickException(str(error)) from None
 
 
 def read_models(specs: tuple[str, ...], *, any_place: bool = False) -> dict[str, str]:

@@ -374,6 +374,9 @@ class PartitionedEngine(Engine, Protocol):
 def build_engine(config: EngineConfig) -> Engine:
     """The engine that `config` names. Heavy imports happen here, not at import."""
     if config.placement is not None:
+        from tinkex.engine.cluster.connection import connect
+
+        connect(config.placement.cluster)  # first: it sets what Ray reads when it is imported
         from tinkex.engine.cluster.cluster_engine import ClusterEngine
 
         return ClusterEngine(config)

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from weakref import WeakKeyDictionary, ref
 
-from tinkex.engine.protocol import Engine, EngineError, EngineLost, ExportedAdapter
+from tinkex.engine.protocol import Engine, EngineError, EngineLost, ExportedAdapter, Sampler
 from tinkex.service.access import Access
 from tinkex.service.home import Home
 from tinkex.service.rows import SamplerRow
@@ -22,33 +22,39 @@ SHARE = 0.5  # of the memory planned for adapters
 
 
 class AdapterCaches:
-    """One cache per engine; the cache of a lost engine goes with it."""
+    """One cache per sampler, which engines may share; the cache of a lost one goes with it."""
 
     def __init__(self, home: Home, files: SavedFiles, access: Access) -> None:
         self._home, self._files, self._access = home, files, access
-        self._caches: WeakKeyDictionary[Engine, AdapterCache] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[Sampler, AdapterCache] = WeakKeyDictionary()
 
     def of(self, engine: Engine) -> AdapterCache:
-        if (cache := self._caches.get(engine)) is None:
-            cache = self._caches[engine] = AdapterCache(engine, self._home, self._files, self._access)
+        sampler = engine.sampler
+        if (cache := self._caches.get(sampler)) is None:
+            budget = engine.heartbeat().memory.get("adapters", float("inf")) * SHARE
+            cache = AdapterCache(sampler, budget, self._home, self._files, self._access)
+            self._caches[sampler] = cache
         return cache
 
 
 class AdapterCache:
-    """The published adapters of one engine."""
+    """The published adapters of one sampler, in `budget` bytes."""
 
-    def __init__(self, engine: Engine, home: Home, files: SavedFiles, access: Access) -> None:
-        self._ref = ref(engine)  # weak, or the table above would keep a lost engine's memory
+    def __init__(
+        self, sampler: Sampler, budget: float, home: Home, files: SavedFiles, access: Access
+    ) -> None:
+        self._ref = ref(sampler)  # weak, or the table above would keep a lost engine's memory
+        self._budget = budget
         self._home, self._files, self._access = home, files, access
         self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes, least recently used first
         self._used = Counter[str]()
         self._lock = asyncio.Lock()
 
     @property
-    def _engine(self) -> Engine:
-        if (engine := self._ref()) is None:
+    def _sampler(self) -> Sampler:
+        if (sampler := self._ref()) is None:
             raise EngineLost("the engine is gone")
-        return engine
+        return sampler
 
     async def acquire(self, row: SamplerRow) -> None:
         """From now until `release`, the engine has this sampler's adapter."""
@@ -77,7 +83,7 @@ class AdapterCache:
 
     async def remove(self, adapter: str) -> None:
         if self._sizes.pop(adapter, None) is not None:
-            await self._engine.sampler.retire(adapter)
+            await self._sampler.retire(adapter)
 
     async def _load(self, row: SamplerRow, exported: ExportedAdapter | None) -> None:
         assert row.adapter is not None
@@ -87,23 +93,22 @@ class AdapterCache:
                 return
             if exported is not None:
                 size = exported.nbytes
-                await self._engine.sampler.publish(row.adapter, exported)
+                await self._sampler.publish(row.adapter, exported)
             else:
                 self._check(row)
                 async with self._files.read(row.adapter_dir) as directory:
                     size = directory_bytes(directory)
-                    await self._engine.sampler.publish(row.adapter, str(directory))
+                    await self._sampler.publish(row.adapter, str(directory))
             self._sizes[row.adapter] = size
             await self._make_room()
 
     async def _make_room(self) -> None:
-        budget = self._engine.heartbeat().memory.get("adapters", float("inf")) * SHARE
         for adapter in [name for name in self._sizes if name not in self._used][:-1]:
-            if len(self._sizes) <= MAX_ADAPTERS and sum(self._sizes.values()) <= budget:
+            if len(self._sizes) <= MAX_ADAPTERS and sum(self._sizes.values()) <= self._budget:
                 return
             if adapter in self._sizes and adapter not in self._used:  # still: retiring others took a while
                 del self._sizes[adapter]
-                await self._engine.sampler.retire(adapter)
+                await self._sampler.retire(adapter)
 
     def _check(self, row: SamplerRow) -> None:
         """Refuse an adapter that is no longer what the sampler was made from."""

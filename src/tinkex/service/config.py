@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tinkex.engine.protocol import EngineConfig
+from tinkex.engine.protocol import EngineConfig, Placement
 
 Durability = Literal["power", "process"]
 HOUR, DAY = 3600.0, 24 * 3600.0
@@ -22,6 +22,7 @@ class ServiceConfig:
     models_directory: Path | None = None  # more models: directories or GGUF files, ORG/NAME or ORG--NAME
     any_path: bool = False  # a base model may also be named by its path: for embedded mode only
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model=""))  # `model` is filled in
+    placements: Mapping[str, Placement] = field(default_factory=dict[str, Placement])  # models on a cluster
     preload: bool = False  # load every model at start, instead of on first use
     offline: bool = False  # never ask a hub for a model or tokenizer
 

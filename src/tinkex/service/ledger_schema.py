@@ -122,6 +122,10 @@ def _keys_may_be_admins(execute: Execute) -> None:
     execute("ALTER TABLE keys ADD COLUMN admin INTEGER NOT NULL DEFAULT 0")
 
 
+def _runs_know_their_trainer(execute: Execute) -> None:
+    execute("ALTER TABLE runs ADD COLUMN trainer INTEGER NOT NULL DEFAULT -1")
+
+
 # Append to it; never edit what is there: it was applied to ledgers that exist. A table made later has its
 # `checksum INTEGER` column from the beginning.
 MIGRATIONS: tuple[Migration, ...] = (
@@ -131,6 +135,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _rows_have_checksums,
     _runs_have_names_states_and_totals,
     _keys_may_be_admins,
+    _runs_know_their_trainer,
 )
 
 

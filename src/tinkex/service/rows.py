@@ -67,6 +67,7 @@ class RunRow:
     seconds: float = 0.0  # of the engine
     loss: float | None = None  # of the last step
     curve: list[float] = field(default_factory=list[float])  # of the loss, a few dozen means
+    trainer: int = -1  # of those of its base model, the one that it was on last; -1: none yet
 
 
 @dataclass(frozen=True)

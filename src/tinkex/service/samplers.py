@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -83,15 +83,20 @@ class Samplers:
     _observers: Sequence[SampleObserver]
 
     def __post_init__(self) -> None:
-        # By base model:
-        # No more than an engine decodes at once: then whoever is admitted does not wait there.
-        permits = min(self.config.samples_in_flight, self.config.engine.max_batch)
-        self._permits = defaultdict[str, FairSemaphore](lambda: FairSemaphore(permits))
+        self._permits: dict[str, FairSemaphore] = {}  # by base model
         self._repeats: OrderedDict[tuple[str, int, int], str] = OrderedDict()  # their request ids
         self._used_at: dict[str, float] = {}  # unnamed samplers
         self._running: dict[str, asyncio.Task[None]] = {}  # samples, by request id
         self._removals: set[asyncio.Task[None]] = set()
         self._stopped = False
+
+    def _permits_of(self, model: ServedModel) -> FairSemaphore:
+        """No more than the engine decodes at once: then whoever is admitted does not wait there."""
+        if model.name not in self._permits:
+            permits = min(self.config.samples_in_flight, self.config.engine.max_batch)
+            placement = self.config.placements.get(model.name)
+            self._permits[model.name] = FairSemaphore(permits * (placement.max_samplers if placement else 1))
+        return self._permits[model.name]
 
     # -- sampling sessions -------------------------------------------------------------------------------
 
@@ -251,7 +256,7 @@ class Samplers:
     async def _sample_on(self, engine: Engine, sample: _Sample) -> SampleResponse:
         """Sample; a large request in parts, so that other owners have their turn in between."""
         work = _work(sample.request, sample.row)
-        size = min(PART, self._permits[sample.model.name].most)
+        size = min(PART, self._permits_of(sample.model).most)
         if work.num_samples <= size:
             return await self._sample_part(engine, sample, work)
         parts = [self._sample_part(engine, sample, part) for part in _parts(work, size)]
@@ -267,7 +272,7 @@ class Samplers:
     async def _sample_part(self, engine: Engine, sample: _Sample, work: SampleWork) -> SampleResponse:
         """Wait for permits among other owners' samples, have the adapter published, and sample."""
         row, count = sample.row, work.num_samples
-        permits, adapters = self._permits[sample.model.name], self._adapters.of(engine)
+        permits, adapters = self._permits_of(sample.model), self._adapters.of(engine)
         tokens = count * (len(work.prompt) + (work.params.max_tokens or engine.info.max_context))
         traced = tracing.is_on()
         if traced or not permits.try_acquire(row.owner, count, tokens):

@@ -25,7 +25,9 @@ from tinkex.engine.protocol import (
     Engine,
     EngineConfig,
     EngineError,
+    EngineLost,
     ModelFacts,
+    PartitionedEngine,
     build_engine,
     describe,
 )
@@ -73,16 +75,26 @@ class ServedModel:
     _service: ServiceConfig
     _build: Callable[[EngineConfig], Engine]
     fetched: bool = False  # by its name at a hub or in the catalogue
+    part: tuple[ServedModel, int] | None = None  # of this base model, the trainer with this index
 
     def __post_init__(self) -> None:
         # Adapters name their base model by its hub id; PEFT can load that, or the model's path.
-        self._config = replace(self._service.engine, model=self.source, name=models.hub_name(self.name))
+        self._config = replace(
+            self._service.engine, model=self.source, name=models.hub_name(self.name),
+            placement=self._service.placements.get(self.name),
+        )  # fmt: skip
+        # Those that runs are on: itself, or as many as the engine has trainers, each lost on its own.
+        self.trainers: list[ServedModel] = [self]
+        if self._config.placement is not None and self.part is None:
+            self.trainers = [replace(self, part=(self, n)) for n in range(self._config.placement.trainers)]
         self.place = Path(self.source)  # of the files, once they are here
         self._loading: asyncio.Task[Engine] | None = None
         self.engine: Engine | None = None
         self._lost: Engine | None = None  # to be closed before a new one is built
         self.closing = False  # load no engine from now on; that the present one ends is expected
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)  # when engines were lost
+        self._suspects: dict[str, int] = {}  # requests in hand at the last loss: at how many in a row
+        self._given_up_until = 0.0
         self._why_lost = ""
         self._facts: asyncio.Task[ModelFacts | None] | None = None
         self._token_bytes: list[bytes] | None = None
@@ -94,7 +106,7 @@ class ServedModel:
             return self.engine
         if self.closing:
             raise Refusal(503, "the service is stopping")
-        if len(self._losses) == MAX_LOSSES and time.monotonic() - self._losses[0] < LOSS_WINDOW:
+        if time.monotonic() < self._given_up_until:
             raise Refusal(503, f"{self.trouble}; restart the server")
         if self._loading is None or self._loading.done():
             self._loading = asyncio.get_running_loop().create_task(self._load())
@@ -104,17 +116,42 @@ class ServedModel:
     def loading(self) -> bool:
         return self._loading is not None and not self._loading.done()
 
-    def lose_engine(self, why: str, engine: Engine | None) -> None:
-        """This engine can do nothing any more: the next `load` builds a new one."""
+    def lose_engine(self, why: str, engine: Engine | None, in_hand: Iterable[str] = ()) -> None:
+        """This engine can do nothing any more: the next `load` builds a new one.
+
+        `in_hand` are the requests that were being executed.
+        """
         if self.engine is None or engine is not self.engine:
             return  # it was noticed before
         if self.closing:
             self.engine = None
             return
-        log.error("the engine of the base model %s was lost: %s", self.name, why)
+        log.error("%s was lost: %s", self.title, why)
         self._lost, self.engine, self._loading = self.engine, None, None
-        self._losses.append(time.monotonic())
         self._why_lost = why
+        self._count_loss(time.monotonic(), in_hand)
+        for part in self.trainers if self.part is None else ():
+            part.lose_engine(why, part.engine)
+
+    def _count_loss(self, now: float, in_hand: Iterable[str]) -> None:
+        """Give up for a while after some losses: in one process any, as its device is to blame.
+
+        On a cluster processes and machines come and go; there, those with one and the same request in hand.
+        """
+        self._losses.append(now)
+        self._suspects = {request: self._suspects.get(request, 0) + 1 for request in in_hand}
+        if self._config.placement is not None:
+            given_up = max(self._suspects.values(), default=0) >= MAX_LOSSES
+        else:
+            given_up = len(self._losses) == MAX_LOSSES and now - self._losses[0] < LOSS_WINDOW
+        if given_up:
+            self._given_up_until = now + LOSS_WINDOW
+
+    @property
+    def title(self) -> str:
+        """What to call it in messages."""
+        whose = f"the base model {self.name}"
+        return f"the engine of {whose}" if self.part is None else f"trainer {self.part[1]} of {whose}"
 
     @property
     def was_loaded(self) -> bool:
@@ -123,7 +160,7 @@ class ServedModel:
     @property
     def trouble(self) -> str:
         """Why it cannot work; "" if it can, for all that is known."""
-        what, tried = f"the engine of the base model {self.name}", self._loading
+        what, tried = self.title, self._loading
         if self.engine is not None:
             return "" if self.engine.heartbeat().alive else f"{what} has stopped"
         if tried is not None and tried.done() and not tried.cancelled() and (failed := tried.exception()):
@@ -133,7 +170,12 @@ class ServedModel:
     async def _load(self) -> Engine:
         log.info("loading %s", self.name if self.name == self.source else f"{self.name} from {self.source}")
         try:
-            self.engine = await in_daemon_thread(self._build_here)
+            if self.part is None:
+                self.engine = await in_daemon_thread(self._build_here)
+            else:
+                self.engine = await self._load_part(*self.part)
+        except Refusal:
+            raise  # of the whole model
         except Exception as error:
             # A model that cannot be read is the caller's mistake, for whom it was named.
             is_users = isinstance(error, ModelError | InvalidInputError) or (
@@ -146,12 +188,29 @@ class ServedModel:
             log.info("%s is loaded; memory planned: %s", self.name, sizes)
         return self.engine
 
-    def _build_here(self) -> Engine:
+    async def _load_part(self, model: ServedModel, index: int) -> Engine:
+        """One trainer of an engine that has several."""
+        whole = await model.load()
+        assert isinstance(whole, PartitionedEngine)
+
+        def build() -> Engine:
+            self._close_lost()
+            return whole.partition(index)
+
+        try:
+            return await in_daemon_thread(build)
+        except EngineLost as error:
+            model.lose_engine(str(error), whole)
+            raise
+
+    def _close_lost(self) -> None:
         if (lost := self._lost) is not None:
             self._lost = None
             with contextlib.suppress(Exception):  # it was lost: what it can still free is a bonus
                 lost.close()
-            del lost  # its memory is needed by the next one
+
+    def _build_here(self) -> Engine:
+        self._close_lost()  # its memory is needed by the next one
         config = replace(self._config, model=str(self._files()))
         with contextlib.suppress(Refusal, InvalidInputError, OSError):  # it may have none
             tokenizer = self.tokenizer_dir()
@@ -285,14 +344,20 @@ class ServedModels:
         """Those that are loaded."""
         return [model.engine for model in self._models.values() if model.engine is not None]
 
+    def _parts(self) -> Iterator[ServedModel]:
+        """Every base model, and the trainers of those that have several."""
+        for model in self._models.values():
+            yield model
+            yield from (part for part in model.trainers if part is not model)
+
     def begin_closing(self) -> None:
         """Load no engine from now on; that the present ones end is expected."""
-        for model in self._models.values():
+        for model in self._parts():
             model.closing = True
 
     def trouble(self) -> str:
         """Why a base model cannot work: one that was loaded, or that this service is configured with."""
-        served = [model for model in self._models.values() if not model.fetched]
+        served = [model for model in self._parts() if not model.fetched]
         found = (m.trouble for m in served if m.was_loaded or m.name in self._config.models)
         return next(filter(None, found), "")
 
@@ -302,7 +367,7 @@ class ServedModels:
         return model is not None and model.engine is None and bool(model.trouble)
 
     async def load_all(self) -> None:
-        await asyncio.gather(*(model.load() for model in self))
+        await asyncio.gather(*(part.load() for model in self for part in model.trainers))
 
     async def close(self) -> None:
         self.begin_closing()

@@ -8,14 +8,17 @@ what is routed here nor who else there is.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from tinkex import store
 from tinkex.engine.protocol import (
     Command,
     Engine,
@@ -44,6 +47,18 @@ class StoredExport:
     lora: LoraConfig
     nbytes: int
     saved: Location | None
+
+
+@dataclass(frozen=True)
+class StoredFiles:
+    """A saved adapter's files in Ray's object store, a dictionary of bytes; `name` is its directory's."""
+
+    refs: list[Any]
+    name: str
+    saved: Location | None = None
+
+
+Stored = StoredExport | StoredFiles
 
 
 def _as_error(error: Exception) -> EngineError:
@@ -119,14 +134,35 @@ class SamplerActor(EngineActor):
             drawing.cancel()
             await asyncio.gather(drawing, return_exceptions=True)
 
-    async def publish(self, name: str, source: StoredExport | Location) -> EngineError | None:
+    async def publish(self, name: str, source: Stored | Location) -> EngineError | None:
         try:
-            if isinstance(source, StoredExport):
-                source = await _fetched(source)
-            await self._engine.sampler.publish(name, source)
+            if isinstance(source, str):
+                await self._engine.sampler.publish(name, source)
+            else:
+                await self._publish(name, source)
         except Exception as error:
             return _as_error(error)
         return None
+
+    async def _publish(self, name: str, source: Stored) -> None:
+        """Publish what this node's object store has, or brings here once for all actors of the node."""
+        try:
+            value = await source.refs[0]
+        except RayError as error:  # its owner died, and the bytes with it
+            if source.saved is None:
+                why = f"adapter {name!r} was lost with the process that exported it: {error}"
+                raise EngineError(why) from error
+            with store.local_copy(source.saved) as directory:
+                return await self._engine.sampler.publish(name, str(directory))
+        if isinstance(source, StoredExport):
+            return await self._engine.sampler.publish(name, value)
+        with tempfile.TemporaryDirectory(prefix="tinkex-") as place:
+            directory = Path(place, source.name)
+            for file, content in value.items():
+                target = directory / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+            await self._engine.sampler.publish(name, str(directory))
 
     async def retire(self, name: str) -> EngineError | None:
         try:
@@ -134,18 +170,6 @@ class SamplerActor(EngineActor):
         except Exception as error:
             return _as_error(error)
         return None
-
-
-async def _fetched(source: StoredExport) -> Any:
-    """The export itself, from this node's object store or through it; or where the adapter is saved."""
-    try:
-        return await source.refs[0]
-    except RayError as error:  # its owner died, and the bytes with it
-        if source.saved is None:
-            raise EngineError(
-                f"an exported adapter was lost with the trainer that exported it: {error}"
-            ) from error
-        return source.saved
 
 
 def is_lost(value: Any) -> bool:

@@ -77,7 +77,7 @@ class ClusterEngine:
         try:
             first = self._start(TrainerActor, 0)
             samplers = [(self._start(SamplerActor, b), b) for b in self._sampler_bundles()]
-            self.info, beat = _described(first)
+            self.info, beat = self._described(first)
             for actor, bundle in samplers:
                 self._join(actor, bundle)
         except BaseException:
@@ -100,7 +100,7 @@ class ClusterEngine:
             part = self._parts.get(index)
             if part is None or part.trainer.trouble:
                 actor = self._start(TrainerActor, index)
-                part = self._part(index, actor, *_described(actor))
+                part = self._part(index, actor, *self._described(actor))
                 self._parts[index] = part
             if self._closed:
                 part.close()
@@ -142,6 +142,24 @@ class ClusterEngine:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, bundle)
         return ray.remote(kind).options(**options).remote(config, self._build)
 
+    def _described(self, actor: Any) -> tuple[ModelInfo, Heartbeat]:
+        """Wait for an actor's engine. EngineError says why there is none; a dead actor is one too."""
+        asked = actor.describe.remote()
+        try:
+            while not ray.wait([asked], timeout=1.0)[0]:  # its node may have to be found first
+                if self._closed:
+                    raise EngineLost(CLOSED)
+            found = fetch(asked)
+            if isinstance(found, EngineError):
+                raise found
+            return found
+        except RayError as error:
+            raise EngineError(f"an actor died while it was made: {error}") from error
+        except EngineError:
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
+            raise
+
     def _part(self, index: int, actor: Any, info: ModelInfo, beat: Heartbeat) -> TrainerPart:
         return TrainerPart(index, info, RemoteTrainer(actor, beat), self.sampler)
 
@@ -151,12 +169,7 @@ class ClusterEngine:
 
     def _join(self, actor: Any, bundle: int | None) -> None:
         """Have a sampler serve, once it is there."""
-        try:
-            _, beat = _described(actor)
-        except BaseException:
-            with contextlib.suppress(RayError):
-                ray.kill(actor)
-            raise
+        _, beat = self._described(actor)
         self.sampler.add(RemoteSampler(next(self._serial), actor, beat, bundle))
 
     # -- watching ----------------------------------------------------------------------------------------
@@ -208,6 +221,8 @@ class ClusterEngine:
                 self._join(self._start(SamplerActor, place), place)
                 self._failures = 0
             except (EngineError, RayError) as error:
+                if self._closed:
+                    return
                 self._failures += 1
                 log.error("a sampler of %s could not be made: %s", self._config.name, error)
                 if self._failures >= MAX_FAILURES and not self.sampler.samplers:
@@ -226,7 +241,8 @@ def _share(config: EngineConfig, placement: Placement) -> dict[str, float]:
     """What each actor takes of the cluster."""
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0 and config.kind != "fake" and config.device != "cpu"
     gpus = placement.gpus if placement.gpus is not None else float(has_gpus)
-    return {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
+    # On CPUs, engines adjust their threads to the load of the machine themselves.
+    return {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 0.25}
 
 
 def _reserve(share: dict[str, float], placement: Placement) -> PlacementGroup:
@@ -243,16 +259,3 @@ def _reserve(share: dict[str, float], placement: Placement) -> PlacementGroup:
             f"{share} each; free are {have}. Ask for fewer with trainers= and samplers=, or add nodes"
         ) from None
     return group
-
-
-def _described(actor: Any) -> tuple[ModelInfo, Heartbeat]:
-    """Wait for an actor's engine. EngineError says why there is none; a dead actor is one too."""
-    try:
-        found = fetch(actor.describe.remote())
-    except RayError as error:
-        raise EngineError(f"an actor died while it was made: {error}") from error
-    if isinstance(found, EngineError):
-        with contextlib.suppress(RayError):
-            ray.kill(actor)
-        raise found
-    return found

@@ -12,7 +12,13 @@ import sys
 import threading
 from typing import Any
 
-from tinkex.config import is_loopback_host, prepare_ray, ray_has_token
+from tinkex.config import (
+    environment_without_ray_token,
+    has_ray_token,
+    is_loopback_host,
+    make_ray_token,
+    prepare_ray,
+)
 from tinkex.engine.protocol import EngineError
 
 log = logging.getLogger("tinkex")
@@ -61,11 +67,13 @@ def _ray() -> Any:
         import ray
     except ImportError as error:
         raise EngineError(f"a cluster needs Ray: pip install 'tinkex[cluster]' ({error})", "user") from None
+    logging.getLogger("ray").setLevel(logging.ERROR)  # its hints are for those who use it directly
     return ray
 
 
 def _start() -> None:
     prepare_ray(loopback=True)
+    make_ray_token()
     ray = _ray()
     failed: list[BaseException] = []
     ready, ended = threading.Event(), threading.Event()
@@ -98,7 +106,7 @@ def _join(address: str) -> None:
         raise EngineError(f"--cluster {address!r} is no cluster: give auto, or HOST:PORT of its head", "user")
     loopback = is_loopback_host(host)
     prepare_ray(loopback=loopback)
-    if not loopback and not ray_has_token():
+    if not loopback and not has_ray_token():
         raise EngineError(
             f"the Ray cluster {address} is on a network, and RAY_AUTH_MODE=token is not set: whoever reaches "
             "its ports could run code on it. Start its nodes and this server with RAY_AUTH_MODE=token and "
@@ -127,6 +135,6 @@ def _join(address: str) -> None:
 def answers_anybody(address: str) -> bool:
     """Does a cluster answer somebody who has no token? Asked by a process that has none."""
     command = [sys.executable, "-c", _PROBE, address]
-    environment = prepare_ray(loopback=is_loopback_host(address.rpartition(":")[0]), token=False)
+    environment = environment_without_ray_token()
     done = subprocess.run(command, env=environment, capture_output=True, timeout=_PROBE_SECONDS)
     return done.returncode == 0

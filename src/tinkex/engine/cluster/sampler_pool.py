@@ -16,12 +16,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, TaskCancelledError
 
-from tinkex.engine.cluster.actors import StoredExport, is_lost
+from tinkex.engine.cluster.actors import Stored, StoredExport, StoredFiles, is_lost
 from tinkex.engine.cluster.remote_trainer import RemoteExport, settle
 from tinkex.engine.cluster.routing import choose, route_key
 from tinkex.engine.protocol import (
@@ -76,7 +77,7 @@ class SamplerPool:
     def __init__(self, capacity: int, changed: Callable[[], None]) -> None:
         self.capacity, self._changed = capacity, changed
         self.samplers: dict[int, RemoteSampler] = {}
-        self._published: dict[str, StoredExport | Location] = {}
+        self._published: dict[str, Stored | Location] = {}
         self._waiting: deque[_Waiting] = deque()
         self._lock = threading.RLock()
         self.trouble = ""
@@ -112,13 +113,11 @@ class SamplerPool:
         if name in self._published:
             return
         if isinstance(source, RemoteExport):
-            source = source.stored
-        elif not isinstance(source, str):  # an export that came from another process
-            source = StoredExport(
-                [await asyncio.to_thread(ray.put, source)], source.lora, source.nbytes, None
-            )
+            stored: Stored | Location = source.stored
+        else:
+            stored = await asyncio.to_thread(_stored, source)
         with self._lock:
-            self._published.setdefault(name, source)
+            self._published.setdefault(name, stored)
         try:
             for _ in range(MAX_REPEATS):
                 with contextlib.suppress(SamplerLost):
@@ -216,7 +215,7 @@ class SamplerPool:
             await asyncio.shield(asyncio.wrap_future(loaded))
 
     async def _load(
-        self, sampler: RemoteSampler, name: str, source: StoredExport | Location, loaded: Future[None]
+        self, sampler: RemoteSampler, name: str, source: Stored | Location, loaded: Future[None]
     ) -> None:
         try:
             await self._call(sampler, sampler.actor.publish, name, source)
@@ -339,6 +338,17 @@ class SamplerPool:
     def _check_open(self) -> None:
         if self.trouble:
             raise EngineLost(self.trouble)
+
+
+def _stored(source: Location | ExportedAdapter) -> Stored | Location:
+    """What samplers of any node can read: files may be gone when the second of them needs them."""
+    if not isinstance(source, str):  # an export that came from another process
+        return StoredExport([ray.put(source)], source.lora, source.nbytes, None)
+    directory = Path(source)
+    if not directory.is_dir():
+        return source  # a sampler says what is wrong with it
+    files = {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    return StoredFiles([ray.put(files)], directory.name)
 
 
 def _cancel(reference: Any) -> None:

@@ -1,4 +1,4 @@
-"""Restores runs from disk, drives one training loop per base model, evicts and closes runs.
+"""Restores runs from disk, drives one training loop per trainer, evicts and closes runs.
 
 A restored run has the state of its snapshot, and then replays its journal: requests that were answered before
 have the same effect again and keep their answers. When an engine is lost, its runs are restored on a new one.
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -26,6 +27,7 @@ from tinkex.service.rows import RunRow
 from tinkex.service.runs.execution import Barriers, Past, Unreadable, plan
 from tinkex.service.runs.journal import Journal, JournalEntry, JournalError, Restored, delete, restore
 from tinkex.service.runs.lifecycle import Run, RunState
+from tinkex.service.runs.partition import choose_trainer
 from tinkex.service.runs.training_loop import TrainingLoop, TrainingObserver
 from tinkex.service.scheduler import Scheduler
 from tinkex.service.served_models import ServedModel, ServedModels
@@ -49,7 +51,7 @@ class RunManager:
     def __post_init__(self) -> None:
         self._runs: dict[str, Run] = {}
         self._opening: dict[str, asyncio.Task[Run]] = {}
-        self._loops: dict[str, TrainingLoop] = {}
+        self._loops: dict[ServedModel, TrainingLoop] = {}  # one per trainer
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
 
@@ -62,7 +64,10 @@ class RunManager:
 
     def queue_depths(self) -> list[tuple[str, int]]:
         """Requests accepted and not begun, by base model."""
-        return [(name, loop.scheduler.waiting()) for name, loop in self._loops.items()]
+        depths = Counter[str]()
+        for loop in self._loops.values():
+            depths[loop.model.name] += loop.scheduler.waiting()
+        return list(depths.items())
 
     # -- from disk ---------------------------------------------------------------------------------------
 
@@ -90,6 +95,16 @@ class RunManager:
         if row.state != "live":
             self.ledger.update_run(row.run_id, state="live")
         return self._resume(row, model, journal, restored)
+
+    def _trainer(self, row: RunRow, model: ServedModel) -> ServedModel:
+        """Where a run is trained that comes into memory; recorded, if its base model has several trainers."""
+        if len(model.trainers) == 1:
+            return model.trainers[0]
+        runs = Counter(run.model for run in self._runs.values())
+        index = choose_trainer(row.trainer, [runs[trainer] for trainer in model.trainers])
+        if index != row.trainer:
+            self.ledger.update_run(row.run_id, trainer=index)
+        return model.trainers[index]
 
     async def _open_journal(self, run_id: str) -> tuple[Journal, Restored]:
         def read() -> tuple[Journal, Restored]:
@@ -130,6 +145,7 @@ class RunManager:
 
     def _resume(self, row: RunRow, model: ServedModel, journal: Journal, restored: Restored) -> Run:
         """Queue what the journal holds in order again; the first request's turn loads the snapshot."""
+        model = self._trainer(row, model)
         scheduler = self._loop(model).scheduler
         queue = scheduler.open(row.run_id, row.owner, restored.next_seq)
         run = self._runs[row.run_id] = Run(
@@ -166,14 +182,14 @@ class RunManager:
     # -- order -------------------------------------------------------------------------------------------
 
     def _loop(self, model: ServedModel) -> TrainingLoop:
-        if model.name not in self._loops:
+        if model not in self._loops:
             scheduler = Scheduler(gap_patience=self.config.gap_patience)
-            loop = self._loops[model.name] = TrainingLoop(
+            loop = self._loops[model] = TrainingLoop(
                 model, scheduler, self.barriers, self.disk, self.observers
             )
             drive = asyncio.get_running_loop().create_task(self._drive(loop), name=f"training {model.name}")
             self._tasks.append(drive)
-        return self._loops[model.name]
+        return self._loops[model]
 
     def schedule(self, run: Run, entry: JournalEntry, future: Future, past: Past = Past()) -> None:
         """Queue a journaled request."""

@@ -69,7 +69,9 @@ class Saves:
             size = await _write(self.files, engine, run.run_id, place, optimizer=False, recipients=None)
             self.home.count(run.owner, size)
             await self._must_fit(place, run.owner)
-        exported = await execute(engine, protocol.ExportAdapter(run.run_id))
+        written = kept.adapter_dir if kept is not None and self.files.in_store else place
+        saved = self.files.location(written or place)
+        exported = await execute(engine, protocol.ExportAdapter(run.run_id, saved))
         await self.adapters.of(engine).add(sampler, exported)
         self.ledger.add_sampler(sampler)
         return sampler_id

@@ -57,6 +57,7 @@ class TrainingLoop:
         self._engine: weakref.ref[Engine] | None = None
         # The ticket and the seconds spent of each batch under way, by the request id of its first pass.
         self._under_way: dict[str, tuple[str, float]] = {}
+        self._in_hand: list[str] = []  # the request ids of what is being executed
         self._wake = asyncio.Event()
         self._stopping = False
 
@@ -98,7 +99,9 @@ class TrainingLoop:
             while not self._stopping:
                 await self._turn()
         except EngineLost as error:
-            self.model.lose_engine(str(error), None if self._engine is None else self._engine())
+            lost = None if self._engine is None else self._engine()
+            self.model.lose_engine(str(error), lost, self._in_hand)
+            del lost  # its memory is needed by the next one
             self._engine = None
             self._under_way.clear()
             self.scheduler.abandon()
@@ -127,6 +130,7 @@ class TrainingLoop:
 
     async def _execute(self, batch: list[Execution]) -> None:
         ticket, spent = self._under_way.pop(batch[0].request_id, (None, 0.0))
+        self._in_hand = [work.request_id for work in batch]
         started = time.monotonic() - spent
         for work in batch if ticket is None else ():
             if work.hop is not None:
