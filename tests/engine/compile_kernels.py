@@ -120,35 +120,33 @@ def attention(window: int | None) -> None:
 
 def experts(tokens: int, rank: int, count: int, best: int) -> None:
     width, inner = 2048, 768
-    logits, ids = some(tokens, count), some(tokens, best, dtype=INT32)
+    logits, slots = some(tokens, count, dtype=FP32), some(tokens, dtype=INT32)
     for score in expert_kernels.SCORES:
-        expert_kernels.route(logits, None, best, score, True, 1.0, torch.bfloat16)
-    rows = expert_kernels.place(ids, count)._replace(place_N=some(ids.numel(), dtype=INT32))  # nothing ran
+        weight_TK, ids, rows = expert_kernels.route(logits, None, best, score, True, 1.0)
+    expert_kernels.place(ids, count)
     expert_kernels.slots_of(some(6, 4, dtype=INT32), tokens, 64)
     bounds = expert_kernels.bounds_of(rows, some(2, dtype=INT32))
-    table = AdapterTable(some(3, 64, dtype=INT64), some(3, dtype=FP32), rank, vectors=True)
-    tiles, slots = RowTiles(some(6, 4, dtype=INT32), 64), some(tokens, dtype=INT32)
-    up = expert_kernels.ExpertSite(SiteAdapters(table, tiles, 5, width, [inner, inner]), slots)
-    down = expert_kernels.ExpertSite(SiteAdapters(table, tiles, 9, inner, [width]), slots)
-    x, weight_TK = some(tokens, width), some(tokens, best)
+    x, kept = some(tokens, width), some(tokens * best, 2 * inner)
     gate_up, down_weight = some(count, 2 * inner, width), some(count, width, inner)
-    for u, of in (
-        (None, None),
-        (some(1, tokens, 2 * rank), up),
-        (some(4, tokens, 2 * rank, dtype=FP32), up),
-    ):
-        h, kept = expert_kernels.gate_up(x, gate_up, rows, u, of, keep=u is not None)
-    assert kept is not None
-    u_N = expert_kernels.shrink_rows(h, rows, down, "A")
-    y = expert_kernels.product(h, down_weight, rows)
-    _, u_T = expert_kernels.combine(y, weight_TK, rows, u_N)
-    assert u_T is not None
-    grads, h, _ = expert_kernels.down_backward(x, down_weight, rows, kept, weight_TK, u_T[None], down)
-    expert_kernels.add_outer(u_T, h, weight_TK, rows, bounds, slots[:2], down.at, "A", False)
-    grad_u = expert_kernels.shrink_rows(grads, rows, up, "B")
-    expert_kernels.add_outer(some(tokens, 2 * rank), grads, None, rows, bounds, slots[:2], up.at, "B", True)
-    grad_x = expert_kernels.product(grads, gate_up, rows, transposed=True)
-    expert_kernels.combine(grad_x, None, rows, grad_u)
+    expert_kernels.combine(some(tokens * best, width), weight_TK, rows)
+    for mixed, u in ((False, some(1, tokens, 2 * rank)), (True, some(4, tokens, 2 * rank, dtype=FP32))):
+        table = AdapterTable(some(3, 64, dtype=INT64), some(3, dtype=FP32), rank, vectors=True, mixed=mixed)
+        tiles = RowTiles(some(6, 4, dtype=INT32), 64)
+        up = expert_kernels.ExpertSite(SiteAdapters(table, tiles, 5, width, [inner, inner]), slots)
+        down = expert_kernels.ExpertSite(SiteAdapters(table, tiles, 9, inner, [width]), slots)
+        expert_kernels.gate_up(x, gate_up, rows, None, None, keep=mixed)
+        h, _ = expert_kernels.gate_up(x, gate_up, rows, u, up, keep=mixed)
+        y, u_N = expert_kernels.product_and_shrink(h, down_weight, rows, down)
+        expert_kernels.combine(y, weight_TK, rows, u_N, down)
+        _, u_T = expert_kernels.combine(y, weight_TK, rows, u_N)
+        assert u_T is not None
+        grad_h = expert_kernels.product_of_tokens(x, down_weight.transpose(1, 2), rows, u_T[None], down)
+        grads, h, _ = expert_kernels.activate_backward(grad_h, kept, rows, weight_TK)
+        expert_kernels.add_outer(u_T, h, weight_TK, rows, bounds, slots[:2], down.at, "A", False)
+        grad_u = expert_kernels.shrink_rows(grads, rows, up, "B")
+        expert_kernels.add_outer(u[0].bfloat16(), grads, None, rows, bounds, slots[:2], up.at, "B", True)
+        grad_x = expert_kernels.product(grads, gate_up.transpose(1, 2), rows)
+        expert_kernels.combine(grad_x, None, rows, grad_u)
 
 
 if __name__ == "__main__":

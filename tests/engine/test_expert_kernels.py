@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
@@ -32,22 +33,25 @@ def near(got: Tensor, want: Tensor, bound: float = BOUND) -> None:
     RouterConfig(), RouterConfig(normalise=False), RouterConfig("softmax_of_best", bias=True),
     RouterConfig("sigmoid", selection_bias=True, scale=2.5),
 ], ids=lambda router: f"{router.score} {router.normalise}")  # fmt: skip
-def test_routing_equals_the_plain_one(router: RouterConfig) -> None:
-    block = experts(router)
-    x = random(20, WIDTH, seed=3)
-    weight, expert = CudaBackend(DEVICE, BF16).route(block, x, None)
-    want_weight, want_expert = block.route(x)
+@pytest.mark.parametrize("tokens", [1, 5, 60])
+def test_routing_equals_the_plain_one(router: RouterConfig, tokens: int) -> None:
+    block, x = experts(router), random(tokens, WIDTH, seed=3)
+    weight, expert, _ = CudaBackend(DEVICE, BF16).route(block, x, None)
+    want_weight, want_expert = block.float().weigh(F.linear(x.float(), block.router, block.router_bias))
     assert torch.equal(expert.long().sort(1).values, want_expert.sort(1).values)
     order, want_order = expert.long().argsort(1), want_expert.argsort(1)
     near(weight.gather(1, order), want_weight.gather(1, want_order))
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(1, 16), (5, 16), (40, 16), (70, 32)])
-def test_rows_are_sorted_by_expert_and_tiles_cover_them(tokens: int, tile: int) -> None:
-    chosen = torch.stack([torch.randperm(COUNT)[:BEST] for _ in range(tokens)]).to(DEVICE)
-    chosen[chosen == 5] = 4  # one that nobody chose
-    rows = kernel.place(chosen.int(), COUNT, tile)
-    flat = chosen.flatten()
+@pytest.mark.parametrize("routed", [True, False])
+@pytest.mark.parametrize("tokens", [1, 5, 40, 70])
+def test_rows_are_sorted_by_expert_and_tiles_cover_them(tokens: int, routed: bool) -> None:
+    logits = random(tokens, COUNT, dtype=torch.float32)
+    logits[:, 5] = -9.0  # one that nobody chooses
+    _, chosen, rows = kernel.route(logits, None, BEST, "softmax", True, 1.0)
+    if not routed:
+        rows = kernel.place(chosen, COUNT)
+    flat, tile = chosen.flatten().long(), rows.tile
     order = flat.sort(stable=True).indices
     assert torch.equal(rows.order_N.long(), order)
     assert torch.equal(rows.place_N.long()[order], torch.arange(len(order), device=DEVICE))
@@ -73,7 +77,7 @@ def test_experts_with_adapters_and_their_gradients(
     held = [adapter(block, 8, 1), adapter(block, 16, 2)]
     used = [None if i is None else held[i] for i, _ in segments]
     x, grad = random(sum(lengths), WIDTH, seed=3), random(sum(lengths), WIDTH, seed=4)
-    chosen = block.route(x)[1]  # the same for both, whatever their rounding
+    chosen = block.route(x).expert_TK  # the same for both, whatever their rounding
 
     def run(backend: Backend, lora: LoraBatch, x: Tensor) -> list[Tensor]:
         x = x.detach().requires_grad_()
@@ -92,6 +96,20 @@ def test_experts_with_adapters_and_their_gradients(
     assert len(got) == len(want) == 2 + len({one for one in used if one is not None})
     for one, other in zip(got, want, strict=True):
         near(one, other)
+
+
+@pytest.mark.parametrize("segments", [[(None, 4)], [(0, 1)], [(1, 7), (None, 5), (0, 9)], [(0, 300)]])
+def test_experts_without_gradients(segments: list[tuple[int | None, int]]) -> None:
+    block, lengths = experts(RouterConfig()), [length for _, length in segments]
+    held = [adapter(block, 8, 1), adapter(block, 16, 2)]
+    used, x = [None if i is None else held[i] for i, _ in segments], random(sum(lengths), WIDTH, seed=3)
+    kernels = CudaBackend(DEVICE, BF16)
+    lora = kernels.lora(used, lengths) if any(used) else None
+    with torch.inference_mode():
+        got = block(x, ForwardContext(kernels, (), lambda *_: x, lora, {}))
+        chosen = kernels.route(block, x, None).expert_TK.long()
+        plain = ForwardContext(Backend(), (), lambda *_: x, PlainLora(used, lengths), {}, chosen={0: chosen})
+        near(got, block.float()(x.float(), plain))
 
 
 def experts(router: RouterConfig) -> ExpertMlp:

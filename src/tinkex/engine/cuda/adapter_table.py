@@ -33,7 +33,7 @@ _VECTOR = 8  # elements: every matrix begins at a multiple of 16 bytes
 class AdapterTable:
     """`invariant`: a row's result does not depend on other rows, and gradients are summed in a fixed order
     where an adapter's rows are contiguous. `vectors`: every rank is a multiple of 8, so kernels load 16 bytes
-    of u at a time.
+    of u at a time. `mixed`: there are several adapters.
     """
 
     addresses: Tensor  # int64 [slots, columns]; 0 where an adapter has no such matrix
@@ -41,6 +41,7 @@ class AdapterTable:
     widest: int  # the largest rank
     invariant: bool = False
     vectors: bool = False
+    mixed: bool = False
 
 
 class RowTiles(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.cuda import attention_hooks, elementwise, expert_kernels
+from tinkex.engine.cuda import attention_hooks, elementwise
 from tinkex.engine.cuda import experts as routed
 from tinkex.engine.cuda import token_kernels as kernel
 from tinkex.engine.cuda.attention_hooks import KernelAttend, RaggedAttend
@@ -33,7 +33,7 @@ from tinkex.engine.torch.kv import KVCache, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
 from tinkex.engine.torch.models.architecture import ExpertsConfig
 from tinkex.engine.torch.models.decoder import Decoder
-from tinkex.engine.torch.models.moe import ExpertMlp
+from tinkex.engine.torch.models.moe import ExpertMlp, Routing
 from tinkex.engine.torch.models.weights import UNEMBED
 from tinkex.engine.torch.next_tokens import Choice, scaled
 from tinkex.engine.torch.upload import to_device
@@ -60,32 +60,26 @@ class CudaBackend(Backend):
     ) -> CudaLora:
         return CudaLora(adapters, lengths, self._device, self._dtype, train=train, invariant=self.invariant)
 
-    def route(self, experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-        router = experts.experts.router
-        plain = router.groups == 1 and not (router.norm or router.expert_scale)
-        if x_TD.requires_grad or known_TK is not None or not plain:
+    def route(self, experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None) -> Routing:
+        if not routed.serves(experts.experts):
             return super().route(experts, x_TD, known_TK)
-        if router.score == "sigmoid":
-            logits_TE = F.linear(x_TD.float(), experts.router.float())
-        else:
-            logits_TE = F.linear(x_TD, experts.router, experts.router_bias)
-        return expert_kernels.route(
-            logits_TE, experts.selection_bias, experts.experts.per_token, router.score, router.normalise,
-            router.scale, x_TD.dtype,
-        )  # fmt: skip
+        return routed.route(experts, x_TD, known_TK)
 
     def routed_experts(
-        self, experts: ExpertMlp, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, context: ForwardContext
+        self, experts: ExpertMlp, x_TD: Tensor, routing: Routing, context: ForwardContext
     ) -> Tensor:
         lora: Any = context.lora  # a `CudaLora`, or a `CapturedLora`
         eager = isinstance(lora, CudaLora)
-        if not routed.serves(experts.experts) or (eager and not lora.readable):
-            return super().routed_experts(experts, x_TD, weight_TK, expert_TK, context)
+        if routing.rows is None or (eager and not lora.readable):
+            rounded = routing._replace(
+                weight_TK=routing.weight_TK.to(x_TD.dtype), expert_TK=routing.expert_TK.long()
+            )
+            return super().routed_experts(experts, x_TD, rounded, context)
         weights = routed.ExpertWeights(experts.layer, experts.gate_up, experts.down)
-        rows = expert_kernels.place(expert_TK.int(), weights.count)
+        given = (routing.rows, weights, lora)
         if eager and lora.train and torch.is_grad_enabled():
-            return routed.RoutedExperts.apply(x_TD, weight_TK, lora._anchor, rows, weights, lora)  # type: ignore[return-value]
-        return routed.forward(x_TD, weight_TK, rows, weights, lora, keep=False)[0]
+            return routed.RoutedExperts.apply(x_TD, routing.weight_TK, lora._anchor, *given)  # type: ignore[return-value]
+        return routed.forward(x_TD, routing.weight_TK, *given, keep=False)[0]
 
     def expert_linear(self, x_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
         if x_NI.dtype != torch.bfloat16:

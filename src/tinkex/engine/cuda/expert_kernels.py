@@ -23,7 +23,7 @@ from tinkex.engine.cuda.launch import PDL, cdiv, launched, load, load_fp32, powe
 from tinkex.engine.cuda.lora_kernels import load_u, scaled
 
 _NONE = tl.constexpr(1 << 30)  # above every slot
-_COMPACT = 128  # rows up to which the tiles in use come first
+_FEW = 128  # rows up to which the tiles in use come first, and one program routes all tokens
 _SCANNED = 4096  # rows that a program of `place` reads at a time
 
 
@@ -52,18 +52,12 @@ class _Tile(NamedTuple):
     stages: int
 
 
-# As measured on an H200, by rows of a tile: SwiGLU's two products, its backward, and other products.
+# As measured on an H200, by rows of a tile: SwiGLU's two products, and other products.
 GATED = {
     16: _Tile(32, 128, 4, 4),
     32: _Tile(64, 128, 4, 3),
     64: _Tile(64, 64, 4, 5),
     128: _Tile(128, 64, 8, 4),
-}
-BACKWARD = {
-    16: _Tile(64, 128, 4, 3),
-    32: _Tile(64, 128, 4, 3),
-    64: _Tile(64, 64, 4, 3),
-    128: _Tile(64, 64, 8, 3),
 }
 PLAIN = {
     16: _Tile(64, 256, 4, 3),
@@ -112,6 +106,68 @@ def _route(
         weight = weight / (tl.sum(tl.where(k < K, weight, 0.0), 0) + 1e-20)
     tl.store(chosen + token * K + k, best, mask=k < K)
     tl.store(weights + token * K + k, weight * scale, mask=k < K)
+
+
+@launched
+@triton.jit
+def _route_few(
+    logits, bias, chosen, weights, order, place, starts, cells, scale, T, E, K, tiles,
+    BIAS: tl.constexpr, SCORE: tl.constexpr, NORMALISE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`_route` and `_place` in one program, for few tokens: every row is compared with every other."""
+    at, k, t = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_T)[:, None]
+    inside, have = (at < E) & (t < T), (k < K) & (t < T)
+    wait_for_previous()
+    logit = tl.load(logits + t * E + at, mask=inside, other=float("-inf")).to(tl.float32)
+    logit = tl.where(t < T, logit, 0.0)
+    if SCORE == 0:
+        raised = tl.exp(logit - tl.max(logit, 1)[:, None])
+        score = raised / tl.sum(raised, 1)[:, None]
+    elif SCORE == 1:
+        score = logit
+    else:
+        score = tl.sigmoid(logit)
+    liking = score
+    if BIAS:
+        liking += tl.load(bias + at, mask=at < E, other=0.0)
+    liking = tl.where(at < E, liking, float("-inf"))
+    best = tl.zeros((BLOCK_T, BLOCK_K), tl.int32) + E
+    weight = tl.full((BLOCK_T, BLOCK_K), float("-inf"), tl.float32)
+    for i in range(K):
+        expert = tl.argmax(liking, 1, tie_break_left=True)[:, None]
+        best = tl.where((k == i) & (t < T), expert, best)
+        weight = tl.where(k == i, tl.sum(tl.where(at == expert, score, 0.0), 1)[:, None], weight)
+        liking = tl.where(at == expert, float("-inf"), liking)
+    if SCORE == 1:
+        raised = tl.exp(weight - tl.max(weight, 1)[:, None])
+        weight = raised / tl.sum(raised, 1)[:, None]
+    elif NORMALISE:
+        weight = weight / (tl.sum(tl.where(k < K, weight, 0.0), 1)[:, None] + 1e-20)
+    tl.store(chosen + t * K + k, best, mask=have)
+    tl.store(weights + t * K + k, weight * scale, mask=have)
+    rows: tl.constexpr = BLOCK_T * BLOCK_K
+    row = tl.arange(0, rows)
+    flat, of = tl.reshape(best, (rows,)), row // BLOCK_K * K + row % BLOCK_K
+    mine = flat < E
+    lower, same = flat[None, :] < flat[:, None], flat[None, :] == flat[:, None]
+    before = tl.sum(lower.to(tl.int32), 1)
+    rank = tl.sum((same & (row[None, :] < row[:, None])).to(tl.int32), 1)
+    count = tl.sum(same.to(tl.int32), 1)
+    tl.store(order + before + rank, of, mask=mine)
+    tl.store(place + of, before + rank, mask=mine)
+    one = tl.arange(0, BLOCK_E)
+    tl.store(starts + one, tl.sum((flat[None, :] < one[:, None]).to(tl.int32), 1), mask=one < E)
+    tl.store(starts + E, T * K)
+    begins = mine & (rank % TILE == 0)
+    # how many tiles begin before: the rows of lower experts that begin one, as a column of their own
+    column = tl.reshape(begins.to(tl.int32), (1, rows))
+    tile = tl.sum(tl.where(lower, column, 0), 1) + rank // TILE
+    used = tl.sum(begins.to(tl.int32), 0)
+    tl.store(cells + tile, flat, mask=begins)
+    tl.store(cells + tiles + tile, before + rank, mask=begins)
+    tl.store(cells + 2 * tiles + tile, tl.minimum(count - rank, TILE), mask=begins)
+    tl.store(cells + 2 * tiles + row, tl.zeros((rows,), tl.int32), mask=(row >= used) & (row < tiles))
 
 
 @launched
@@ -265,6 +321,52 @@ def _add_lora(
     return total
 
 
+@triton.jit
+def _add_mixed_lora(
+    total, u, token, slot, stride_u, split_u, where, part, expert, each, width, n, have_n,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`_add_lora` for rows of many adapters: every row reads its own matrix, and none waits for another."""
+    table, scales, columns, column = where
+    mine = slot >= 0
+    at = table + tl.where(mine, slot, 0) * columns
+    rank = tl.load(at, mask=mine, other=0).to(tl.int32)
+    address = tl.load(at + column + part, mask=mine, other=0)
+    rank = tl.where(address != 0, rank, 0)
+    matrix = address.to(tl.pointer_type(DTYPE)) + expert.to(tl.int64) * rank * each
+    scale = tl.load(scales + tl.where(mine, slot, 0), mask=mine, other=0.0)
+    added = tl.zeros(total.shape, tl.float32)
+    for r in range(tl.max(rank, 0)):
+        have = r < rank
+        factor = tl.zeros((BLOCK_M,), tl.float32)
+        for split in tl.static_range(SPLITS):
+            factor += load_fp32(u + split * split_u + token * stride_u + part * rank + r, have)
+        factor = scaled(factor, scale, DTYPE).to(tl.float32)
+        right = load_fp32(matrix[:, None] + r * width + n[None, :], have[:, None] & have_n[None, :])
+        added += factor[:, None] * right
+    return total + added
+
+
+@triton.jit
+def _shrink_row(
+    x, u, row, slot, where, expert, each, width, stride_x, stride_u,
+    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """u[row] = x[row] · the expert's matrix [R, width]ᵀ, for one row."""
+    rank, matrix = _matrix(where, 0, slot, expert, each, DTYPE)
+    for first in range(0, rank, BLOCK_R):
+        r = first + tl.arange(0, BLOCK_R)
+        total = tl.zeros((BLOCK_R,), tl.float32)
+        for k in range(0, width, BLOCK_F):
+            at = k + tl.arange(0, BLOCK_F)
+            left = load_fp32(x + row * stride_x + at, at < width)
+            right = load_fp32(
+                matrix + r[:, None] * width + at[None, :], (r < rank)[:, None] & (at < width)[None, :]
+            )
+            total += tl.sum(left[None, :] * right, 1)
+        tl.store(u + row * stride_u + r, total, mask=r < rank)
+
+
 # -- products ------------------------------------------------------------------------------------------
 
 
@@ -272,9 +374,9 @@ def _add_lora(
 @triton.jit(do_not_specialize=["tiles", "column", "each"])
 def _gate_up(
     x, weight, gate_up, h, order, cells, tiles, u, table, scales, slots, columns, column, each, D, F, K,
-    stride_x, stride_u, split_u, KEEP: tl.constexpr, LORA: tl.constexpr, SPLITS: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    stride_x, stride_u, split_u, KEEP: tl.constexpr, LORA: tl.constexpr, MIXED: tl.constexpr,
+    SPLITS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """h = silu(gate) · up of a tile's rows, for BLOCK_N columns of both; KEEP: and gate and up themselves."""
     first = tl.program_id(0) * BLOCK_N
@@ -298,14 +400,24 @@ def _gate_up(
         if LORA:
             slot = tl.load(slots + token, mask=have_m, other=-1)
             where = (table, scales, columns, column)
-            gate = _add_lora(
-                gate, u, token, slot, stride_u, split_u, where, 0, expert, each, F, n, have_n,
-                SPLITS, BLOCK_M, BLOCK_R, dtype,
-            )  # fmt: skip
-            up = _add_lora(
-                up, u, token, slot, stride_u, split_u, where, 1, expert, each, F, n, have_n,
-                SPLITS, BLOCK_M, BLOCK_R, dtype,
-            )  # fmt: skip
+            if MIXED:
+                gate = _add_mixed_lora(
+                    gate, u, token, slot, stride_u, split_u, where, 0, expert, each, F, n, have_n,
+                    SPLITS, BLOCK_M, BLOCK_R, dtype,
+                )  # fmt: skip
+                up = _add_mixed_lora(
+                    up, u, token, slot, stride_u, split_u, where, 1, expert, each, F, n, have_n,
+                    SPLITS, BLOCK_M, BLOCK_R, dtype,
+                )  # fmt: skip
+            else:
+                gate = _add_lora(
+                    gate, u, token, slot, stride_u, split_u, where, 0, expert, each, F, n, have_n,
+                    SPLITS, BLOCK_M, BLOCK_R, dtype,
+                )  # fmt: skip
+                up = _add_lora(
+                    up, u, token, slot, stride_u, split_u, where, 1, expert, each, F, n, have_n,
+                    SPLITS, BLOCK_M, BLOCK_R, dtype,
+                )  # fmt: skip
         have = have_m[:, None] & have_n[None, :]
         gate, up = gate.to(dtype), up.to(dtype)
         if KEEP:
@@ -317,67 +429,74 @@ def _gate_up(
 
 
 @launched
-@triton.jit(do_not_specialize=["tiles"])
-def _product(
-    x, weight, y, cells, tiles, size, width, stride_e, stride_n, stride_k,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """y[rows, n] = x[rows] · the expert's weight [n, k]."""
-    first = tl.program_id(0) * BLOCK_N
-    expert, start, count = _tile_at(cells, tiles, tl.program_id(1))
-    if count > 0:
-        m, n = tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
-        row, have_m, have_n = (start + m).to(tl.int64), m < count, n < width
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        matrix = weight + expert.to(tl.int64) * stride_e
-        total = _multiply(
-            total, x, row, have_m, size, matrix, n, have_n, stride_n, stride_k, size, EVEN, BLOCK_K
-        )
-        tl.store(y + row[:, None] * width + n[None, :], total, mask=have_m[:, None] & have_n[None, :])
-
-
-@launched
 @triton.jit(do_not_specialize=["tiles", "column", "each"])
-def _down_backward(
-    grad, weight, gate_up, grad_gate_up, h, weights, dots, order, cells, tiles, u, table, scales, slots,
-    columns, column, each, D, F, K, N, stride_u, split_u, LORA: tl.constexpr, SPLITS: tl.constexpr,
+def _product(
+    x, weight, y, order, cells, tiles, u, table, scales, slots, columns, column, each, size, width, K,
+    stride_e, stride_n, stride_k, stride_u, GATHER: tl.constexpr, EXPAND: tl.constexpr, SHRINK: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The gradients to gate and up from those of the tokens' results; h again, for the gradients of A.
+    """y[rows, n] = x[rows] · the expert's weight [n, k]. GATHER: x has a row for each token.
 
-    `dots` [blocks, N] are the products of h with its gradient before the routing weight, of BLOCK_N columns:
-    their sum is the gradient to that weight.
+    EXPAND adds scale · u[token] · the expert's matrix. SHRINK: a tile's last programs, one for each row,
+    write u[row] = x[row] · the expert's matrixᵀ.
     """
     first = tl.program_id(0) * BLOCK_N
     expert, start, count = _tile_at(cells, tiles, tl.program_id(1))
-    if count > 0:
-        dtype: tl.constexpr = grad.dtype.element_ty
-        m, n = tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
-        row, have_m, have_n = (start + m).to(tl.int64), m < count, n < F
-        pair = tl.load(order + row, mask=have_m, other=0).to(tl.int64)
-        token = pair // K
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        matrix = weight + expert.to(tl.int64) * F * D
-        total = _multiply(total, grad, token, have_m, D, matrix, n, have_n, 1, F, D, EVEN, BLOCK_K)
-        if LORA:
-            slot = tl.load(slots + token, mask=have_m, other=-1)
-            where = (table, scales, columns, column)
-            total = _add_lora(
-                total, u, token, slot, stride_u, split_u, where, 0, expert, each, F, n, have_n,
-                SPLITS, BLOCK_M, BLOCK_R, dtype,
-            )  # fmt: skip
-        have = have_m[:, None] & have_n[None, :]
-        place = row[:, None] * 2 * F + n[None, :]
-        gate, up = load_fp32(gate_up + place, have), load_fp32(gate_up + place + F, have)
-        sig = tl.sigmoid(gate)
-        acted = (gate * sig * up).to(dtype)
-        tl.store(h + row[:, None] * F + n[None, :], acted, mask=have)
-        dot = tl.sum(acted.to(tl.float32) * total, 1)
-        tl.store(dots + tl.program_id(0).to(tl.int64) * N + row, dot, mask=have_m)
-        total *= load_fp32(weights + pair, have_m)[:, None]
-        tl.store(grad_gate_up + place, total * up * sig * (1 + gate * (1 - sig)), mask=have)
-        tl.store(grad_gate_up + place + F, total * gate * sig, mask=have)
+    dtype: tl.constexpr = x.dtype.element_ty
+    if first < width:
+        if count > 0:
+            m, n = tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
+            row, have_m, have_n = (start + m).to(tl.int64), m < count, n < width
+            token = row
+            if GATHER:
+                token = tl.load(order + row, mask=have_m, other=0).to(tl.int64) // K
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            matrix = weight + expert.to(tl.int64) * stride_e
+            total = _multiply(
+                total, x, token, have_m, size, matrix, n, have_n, stride_n, stride_k, size, EVEN, BLOCK_K
+            )
+            if EXPAND:
+                slot, where = tl.load(slots + token, mask=have_m, other=-1), (table, scales, columns, column)
+                total = _add_lora(
+                    total, u, token, slot, stride_u, 0, where, 0, expert, each, width, n, have_n,
+                    1, BLOCK_M, BLOCK_R, dtype,
+                )  # fmt: skip
+            tl.store(y + row[:, None] * width + n[None, :], total, mask=have_m[:, None] & have_n[None, :])
+    elif SHRINK:
+        one = tl.program_id(0) - tl.cdiv(width, BLOCK_N)
+        if one < count:
+            row = (start + one).to(tl.int64)
+            slot = tl.load(slots + tl.load(order + row) // K)
+            if slot >= 0:
+                where = (table, scales, columns, column)
+                _shrink_row(x, u, row, slot, where, expert, each, size, size, stride_u, BLOCK_R, 256, dtype)
+
+
+@launched
+@triton.jit
+def _activate_backward(
+    grad, gate_up, weights, order, grad_gate_up, h, dots, F, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradients to gate and up of one row from that to h before its routing weight; and h again.
+
+    The product of h with that gradient is the gradient to the routing weight.
+    """
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    wait_for_previous()
+    pair, inside = tl.load(order + row), at < F
+    weight = tl.load(weights + pair).to(tl.float32)
+    gate, up = (
+        load_fp32(gate_up + row * 2 * F + at, inside),
+        load_fp32(gate_up + row * 2 * F + F + at, inside),
+    )
+    total, sig = load_fp32(grad + row * F + at, inside), tl.sigmoid(gate)
+    acted = (gate * sig * up).to(h.dtype.element_ty)
+    tl.store(h + row * F + at, acted, mask=inside)
+    tl.store(dots + pair, tl.sum(acted.to(tl.float32) * total, 0))
+    total *= weight
+    tl.store(grad_gate_up + row * 2 * F + at, total * up * sig * (1 + gate * (1 - sig)), mask=inside)
+    tl.store(grad_gate_up + row * 2 * F + F + at, total * gate * sig, mask=inside)
 
 
 # -- adapters ------------------------------------------------------------------------------------------
@@ -465,12 +584,15 @@ def _outer_rows(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["column"])
 def _combine(
-    y, u, place, weights, out, out_u, D, width_u, K: tl.constexpr, WEIGHED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    y, u, place, weights, out, out_u, table, scales, slots, columns, column, D, width_u, K: tl.constexpr,
+    WEIGHED: tl.constexpr, EXPAND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The sum over a token's K rows of y, and of u: the last programs of a token have u."""
+    """The sum over a token's K rows of y, and of u: the last programs of a token have u.
+
+    EXPAND: no program has u; all add scale · u · B instead.
+    """
     token, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(D, BLOCK)
     wait_for_previous()
     block = tl.program_id(1)
@@ -481,6 +603,24 @@ def _combine(
             row = tl.load(place + token * K + k).to(tl.int64)
             one = load_fp32(y + row * D + at, at < D)
             total += one * tl.load(weights + token * K + k).to(tl.float32) if WEIGHED else one
+        if EXPAND:
+            slot = tl.load(slots + token)
+            if slot >= 0:
+                dtype: tl.constexpr = y.dtype.element_ty
+                where = (table, scales, columns, column)
+                rank, matrix = _matrix(where, 0, slot, slot * 0, 0, dtype)
+                for first in range(0, rank, BLOCK_R):
+                    r = first + tl.arange(0, BLOCK_R)
+                    factor = tl.zeros((BLOCK_R,), tl.float32)
+                    for k in tl.static_range(K):
+                        at_u = tl.load(place + token * K + k).to(tl.int64) * width_u
+                        of_row = load_fp32(u + at_u + r, r < rank)
+                        factor += of_row * tl.load(weights + token * K + k).to(tl.float32)
+                    factor = scaled(factor, tl.load(scales + slot), dtype).to(tl.float32)
+                    have = (r < rank)[:, None] & (at < D)[None, :]
+                    total += tl.sum(
+                        factor[:, None] * load_fp32(matrix + r[:, None] * D + at[None, :], have), 0
+                    )
         tl.store(out + token * D + at, total, mask=at < D)
     else:
         at -= blocks * BLOCK
@@ -497,19 +637,29 @@ SCORES = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2}
 
 
 def route(
-    logits_TE: Tensor, bias_E: Tensor | None, best: int, score: str, normalise: bool, scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The weights [T, K] in `dtype` and the experts [T, K] (int32) that `ExpertMlp.route` gives."""
+    logits_TE: Tensor, bias_E: Tensor | None, best: int, score: str, normalise: bool, scale: float
+) -> tuple[Tensor, Tensor, ExpertRows]:
+    """The weights [T, K] in fp32, the experts [T, K] (int32), and where their rows are, of fp32 logits."""
     tokens, count = logits_TE.shape
     chosen_TK = torch.empty(tokens, best, dtype=torch.int32, device=logits_TE.device)
-    weight_TK = torch.empty(tokens, best, dtype=dtype, device=logits_TE.device)
-    _route[(tokens,)](
-        logits_TE, logits_TE if bias_E is None else bias_E, chosen_TK, weight_TK, float(scale), count, best,
-        BIAS=bias_E is not None, SCORE=SCORES[score], NORMALISE=normalise,
-        BLOCK_E=power_of_2(count), BLOCK_K=power_of_2(best), num_warps=4 if count > 128 else 1, **PDL,
+    weight_TK = torch.empty(tokens, best, dtype=torch.float32, device=logits_TE.device)
+    bias, wide = logits_TE if bias_E is None else bias_E, power_of_2(best)
+    how = {"BIAS": bias_E is not None, "SCORE": SCORES[score], "NORMALISE": normalise}
+    blocks = {"BLOCK_E": power_of_2(count), "BLOCK_K": wide}
+    if power_of_2(tokens) * wide > _FEW:
+        _route[(tokens,)](
+            logits_TE, bias, chosen_TK, weight_TK, float(scale), count, best,
+            **how, **blocks, num_warps=4 if count > 128 else 1, **PDL,
+        )  # fmt: skip
+        return weight_TK, chosen_TK, place(chosen_TK, count)
+    rows = _empty_rows(chosen_TK, count, tile_rows(tokens * best, count))
+    tiles = rows.tiles.shape[1]
+    _route_few[(1,)](
+        logits_TE, bias, chosen_TK, weight_TK, rows.order_N, rows.place_N, rows.starts_E, rows.tiles,
+        float(scale), tokens, count, best, tiles, **how, TILE=rows.tile, BLOCK_T=power_of_2(tokens), **blocks,
+        num_warps=4, **PDL,
     )  # fmt: skip
-    return weight_TK, chosen_TK
+    return weight_TK, chosen_TK, rows
 
 
 def tile_rows(rows: int, experts: int) -> int:
@@ -518,28 +668,34 @@ def tile_rows(rows: int, experts: int) -> int:
     return 16 if each <= 12 else 32 if each <= 32 else 64 if each <= 96 else 128
 
 
-def place(chosen_TK: Tensor, experts: int, tile: int | None = None) -> ExpertRows:
-    rows, per_token = chosen_TK.numel(), chosen_TK.shape[1]
-    tile = tile or tile_rows(rows, experts)
-    compact, device = rows <= _COMPACT, chosen_TK.device
-    tiles = min(rows, rows // tile + experts) if compact else rows // tile + experts
+def _empty_rows(chosen_TK: Tensor, experts: int, tile: int) -> ExpertRows:
+    (rows, per_token), device = (chosen_TK.numel(), chosen_TK.shape[1]), chosen_TK.device
+    tiles = rows // tile + experts
+    if rows <= _FEW:  # the tiles in use come first
+        tiles = min(rows, tiles)
     order, placed = torch.empty(2, rows, dtype=torch.int32, device=device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
     cells = torch.empty(3, tiles, dtype=torch.int32, device=device)
-    block = max(16, power_of_2(rows)) if rows <= _SCANNED else _SCANNED
-    _place[(experts,)](
-        chosen_TK, order, placed, starts, cells, rows, experts, tiles,
-        COMPACT=compact, TILE=tile, BLOCK=block, num_warps=1 if block <= 128 else 4, **PDL,
-    )  # fmt: skip
     return ExpertRows(order, placed, starts, cells, tile, per_token)
+
+
+def place(chosen_TK: Tensor, experts: int) -> ExpertRows:
+    """Where the rows of experts that were chosen already are."""
+    count = chosen_TK.numel()
+    rows = _empty_rows(chosen_TK, experts, tile_rows(count, experts))
+    block = max(16, min(_SCANNED, power_of_2(count)))
+    _place[(experts,)](
+        chosen_TK, rows.order_N, rows.place_N, rows.starts_E, rows.tiles, count, experts, rows.tiles.shape[1],
+        COMPACT=count <= _FEW, TILE=rows.tile, BLOCK=block, num_warps=1 if block <= 128 else 4, **PDL,
+    )  # fmt: skip
+    return rows
 
 
 def slots_of(cells: Tensor, rows: int, tile: int) -> Tensor:
     """Each token's slot, -1 where it has none, from the cells of `RowTiles`."""
     slots = torch.full((rows,), -1, dtype=torch.int32, device=cells.device)
-    _slots[(cells.shape[1],)](
-        slots, cells, cells.shape[1], BLOCK=max(16, power_of_2(tile)), num_warps=1, **PDL
-    )
+    block = max(16, power_of_2(tile))
+    _slots[(cells.shape[1],)](slots, cells, cells.shape[1], BLOCK=block, num_warps=1, **PDL)
     return slots
 
 
@@ -554,19 +710,25 @@ def bounds_of(rows: ExpertRows, segments_at: Tensor) -> Tensor:
     return bounds
 
 
-def _adapters(lora: ExpertSite | None, side: str, like: Tensor) -> tuple[tuple[object, ...], int, int]:
-    """A kernel's arguments table, scales, slots, columns, column, each; the rank and the parts."""
+class _Given(NamedTuple):
+    """Adapters as arguments of kernels."""
+
+    where: tuple[object, ...]  # table, scales, slots, columns, column, each
+    widest: int
+    parts: int
+
+    @property
+    def block(self) -> int:
+        return max(16, min(64, power_of_2(self.widest)))
+
+
+def _given(lora: ExpertSite | None, side: str, like: Tensor) -> _Given:
     if lora is None:
-        return (like, like, like, 0, 0, 0), 16, 1
-    at = lora.at
+        return _Given((like, like, like, 0, 0, 0), 16, 1)
+    at, table = lora.at, lora.at.table
     of, each = (at.a, at.in_features * len(at.outs)) if side == "A" else (at.b, sum(at.outs))
-    table = at.table
     where = (table.addresses, table.scales, lora.slots_T, table.addresses.shape[1], of.column, each)
-    return where, table.widest, len(of.sizes)
-
-
-def _rank_block(widest: int) -> int:
-    return max(16, min(64, power_of_2(widest)))
+    return _Given(where, table.widest, len(of.sizes))
 
 
 def gate_up(
@@ -579,66 +741,84 @@ def gate_up(
     inner, n = weight.shape[1] // 2, len(rows.order_N)
     h = x_TD.new_empty(n, inner)
     kept = x_TD.new_empty(n, 2 * inner) if keep else None
-    where, widest, _ = _adapters(lora, "B", x_TD)
-    shape, width = GATED[rows.tile], x_TD.shape[1]
+    given, shape, width = _given(lora, "B", x_TD), GATED[rows.tile], x_TD.shape[1]
     of_u = x_TD[None] if u is None else u
     _gate_up[(cdiv(inner, shape.columns), rows.tiles.shape[1])](
         x_TD, weight, h if kept is None else kept, h, rows.order_N, rows.tiles, rows.tiles.shape[1],
-        of_u, *where, width, inner, rows.per_token, x_TD.stride(0), of_u.stride(1), of_u.stride(0),
-        KEEP=keep, LORA=lora is not None, SPLITS=1 if u is None else len(u), EVEN=width % shape.features == 0,
-        BLOCK_M=rows.tile, BLOCK_N=shape.columns, BLOCK_K=shape.features, BLOCK_R=_rank_block(widest),
+        of_u, *given.where, width, inner, rows.per_token, x_TD.stride(0), of_u.stride(1), of_u.stride(0),
+        KEEP=keep, LORA=lora is not None, MIXED=lora is not None and lora.at.table.mixed and rows.tile <= 32,
+        SPLITS=1 if u is None else len(u), EVEN=width % shape.features == 0,
+        BLOCK_M=rows.tile, BLOCK_N=shape.columns, BLOCK_K=shape.features, BLOCK_R=given.block,
         num_warps=shape.warps, num_stages=shape.stages, **PDL,
     )  # fmt: skip
     return h, kept
 
 
-def product(x_NI: Tensor, weight: Tensor, rows: ExpertRows, *, transposed: bool = False) -> Tensor:
-    """Each row through its expert's weight [O, I], or the transpose of one."""
-    _, out, size = weight.shape if not transposed else weight.transpose(1, 2).shape
-    strides = weight.stride() if not transposed else weight.transpose(1, 2).stride()
-    y, shape = x_NI.new_empty(len(x_NI), out), PLAIN[rows.tile]
-    _product[(cdiv(out, shape.columns), rows.tiles.shape[1])](
-        x_NI, weight, y, rows.tiles, rows.tiles.shape[1], size, out, *strides,
-        EVEN=size % shape.features == 0, BLOCK_M=rows.tile, BLOCK_N=shape.columns, BLOCK_K=shape.features,
+def _multiplied(
+    x: Tensor, weight: Tensor, rows: ExpertRows, u: Tensor | None, given: _Given, **flags: bool
+) -> Tensor:
+    (_, out, size), shape = weight.shape, PLAIN[rows.tile]
+    y, of_u = x.new_empty(len(rows.order_N), out), x if u is None else u
+    more = rows.tile if flags["SHRINK"] else 0
+    _product[(cdiv(out, shape.columns) + more, rows.tiles.shape[1])](
+        x, weight, y, rows.order_N, rows.tiles, rows.tiles.shape[1], of_u, *given.where, size, out,
+        rows.per_token, *weight.stride(), of_u.stride(0), **flags, EVEN=size % shape.features == 0,
+        BLOCK_M=rows.tile, BLOCK_N=shape.columns, BLOCK_K=shape.features, BLOCK_R=given.block,
         num_warps=shape.warps, num_stages=shape.stages, **PDL,
     )  # fmt: skip
     return y
 
 
-def down_backward(
-    grad_TD: Tensor, weight: Tensor, rows: ExpertRows, kept: Tensor, weight_TK: Tensor, u: Tensor | None,
-    lora: ExpertSite | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def product(x_N: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
+    """Each row through its expert's weight [out, in], which may be a transposed view."""
+    none = _given(None, "A", x_N)
+    return _multiplied(x_N, weight, rows, None, none, GATHER=False, EXPAND=False, SHRINK=False)
+
+
+def product_and_shrink(
+    x_N: Tensor, weight: Tensor, rows: ExpertRows, lora: ExpertSite
+) -> tuple[Tensor, Tensor]:
+    """`product`, and u [N, R] = each row times its expert's A."""
+    given = _given(lora, "A", x_N)
+    if rows.tile > 32:
+        return product(x_N, weight, rows), shrink_rows(x_N, rows, lora, "A")
+    u = x_N.new_empty(len(x_N), 16 * cdiv(given.widest, 16))
+    return _multiplied(x_N, weight, rows, u, given, GATHER=False, EXPAND=False, SHRINK=True), u
+
+
+def product_of_tokens(
+    x_TD: Tensor, weight: Tensor, rows: ExpertRows, u: Tensor | None, lora: ExpertSite | None
+) -> Tensor:
+    """Each row's token through its expert's weight, and u [1, T, R] of the token through the expert's A."""
+    given = _given(lora, "A", x_TD)
+    of_u = None if u is None else u[0]
+    return _multiplied(x_TD, weight, rows, of_u, given, GATHER=True, EXPAND=lora is not None, SHRINK=False)
+
+
+def activate_backward(
+    grad_NF: Tensor, kept: Tensor, rows: ExpertRows, weight_TK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients to gate and up [N, 2F], h [N, F], and the gradients to the routing weights [T, K].
 
-    `u` [S, T, R] is the gradient to the sum of the rows' down-projections, without the scale.
+    `grad_NF` is the gradient to h before the routing weights.
     """
-    _, width, inner = weight.shape
-    n, shape = len(rows.order_N), BACKWARD[rows.tile]
-    blocks = cdiv(inner, shape.columns)
-    grads, h = torch.empty_like(kept), kept.new_empty(n, inner)
-    dots = torch.empty(blocks, n, dtype=torch.float32, device=kept.device)
-    where, widest, _ = _adapters(lora, "A", grad_TD)
-    of_u = grad_TD[None] if u is None else u
-    _down_backward[(blocks, rows.tiles.shape[1])](
-        grad_TD, weight, kept, grads, h, weight_TK, dots, rows.order_N, rows.tiles, rows.tiles.shape[1],
-        of_u, *where, width, inner, rows.per_token, n, of_u.stride(1), of_u.stride(0),
-        LORA=lora is not None, SPLITS=1 if u is None else len(u), EVEN=width % shape.features == 0,
-        BLOCK_M=rows.tile, BLOCK_N=shape.columns, BLOCK_K=shape.features, BLOCK_R=_rank_block(widest),
-        num_warps=shape.warps, num_stages=shape.stages, **PDL,
+    grads, h, dots = torch.empty_like(kept), torch.empty_like(grad_NF), torch.empty_like(weight_TK)
+    rows_N, inner = grad_NF.shape
+    _activate_backward[(rows_N,)](
+        grad_NF, kept, weight_TK, rows.order_N, grads, h, dots, inner,
+        BLOCK=power_of_2(inner), num_warps=4, **PDL,
     )  # fmt: skip
-    by_pair = dots.sum(0)[rows.place_N.view_as(weight_TK)]
-    return grads, h, by_pair.to(weight_TK.dtype)
+    return grads, h, dots
 
 
 def shrink_rows(x_N: Tensor, rows: ExpertRows, lora: ExpertSite, side: str) -> Tensor:
     """u [N, P·R]: each row times its expert's A, or each part of it times Bᵀ's transpose (side "B")."""
-    where, widest, parts = _adapters(lora, side, x_N)
-    u = x_N.new_empty(len(x_N), 16 * cdiv(parts * widest, 16))
-    width, block = x_N.shape[1] // parts, _rank_block(widest)
-    _shrink_rows[(rows.tiles.shape[1], parts, cdiv(widest, block))](
-        x_N, u, rows.order_N, rows.tiles, rows.tiles.shape[1], *where, width, rows.per_token,
-        x_N.stride(0), u.stride(0), BLOCK_M=rows.tile, BLOCK_K=128 if rows.tile <= 64 else 64, BLOCK_R=block,
+    given = _given(lora, side, x_N)
+    u = x_N.new_empty(len(x_N), 16 * cdiv(given.parts * given.widest, 16))
+    _shrink_rows[(rows.tiles.shape[1], given.parts, cdiv(given.widest, given.block))](
+        x_N, u, rows.order_N, rows.tiles, rows.tiles.shape[1], *given.where, x_N.shape[1] // given.parts,
+        rows.per_token, x_N.stride(0), u.stride(0),
+        BLOCK_M=rows.tile, BLOCK_K=128 if rows.tile <= 64 else 64, BLOCK_R=given.block,
         num_warps=4, num_stages=3, **PDL,
     )  # fmt: skip
     return u
@@ -649,32 +829,34 @@ def add_outer(
     of_segments: Tensor, into: SiteAdapters, side: str, atomic: bool,
 ) -> None:  # fmt: skip
     """Add to the gradients of every expert's A or B: u of each row's token times g."""
-    lora = ExpertSite(into, of_segments)
-    (addresses, scales, _, columns, column, each), widest, parts = _adapters(lora, side, g_N)
-    width = g_N.shape[1] // parts
-    block_m = max(16, min(64, power_of_2(widest)))
-    experts, segments = bounds.shape
-    _outer_rows[(parts * cdiv(width, 128), experts * segments, cdiv(widest, block_m))](
+    given = _given(ExpertSite(into, of_segments), side, g_N)
+    addresses, scales, _, columns, column, each = given.where
+    width, (experts, segments) = g_N.shape[1] // given.parts, bounds.shape
+    _outer_rows[(given.parts * cdiv(width, 128), experts * segments, cdiv(given.widest, given.block))](
         u_T, g_N, u_T if weight_TK is None else weight_TK, rows.order_N, rows.starts_E, bounds, of_segments,
         addresses, scales, columns, column, each, segments, width, rows.per_token, u_T.stride(0),
-        g_N.stride(0),
-        WEIGHED=weight_TK is not None, ATOMIC=atomic, BLOCK_M=block_m, BLOCK_N=128, BLOCK_K=64,
-        num_warps=4, num_stages=3, **PDL,
+        g_N.stride(0), WEIGHED=weight_TK is not None, ATOMIC=atomic,
+        BLOCK_M=given.block, BLOCK_N=128, BLOCK_K=64, num_warps=4, num_stages=3, **PDL,
     )  # fmt: skip
 
 
 def combine(
-    y_ND: Tensor, weight_TK: Tensor | None, rows: ExpertRows, u_N: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The sums over each token's rows of y and of u, times the routing weights if given."""
+    y_ND: Tensor, weight_TK: Tensor | None, rows: ExpertRows, u_N: Tensor | None = None,
+    lora: ExpertSite | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The sums over each token's rows of y and of u, times the routing weights if given.
+
+    With `lora` the sum of u goes through B and is added to that of y instead.
+    """
     per_token, width = rows.per_token, y_ND.shape[1]
-    tokens = len(y_ND) // per_token
-    y_TD, of_u = y_ND.new_empty(tokens, width), 0 if u_N is None else u_N.shape[1]
-    u_T = None if u_N is None else u_N.new_empty(tokens, of_u)
-    block = min(1024, power_of_2(width))
-    _combine[(tokens, cdiv(width, block) + cdiv(of_u, block))](
+    tokens, of_u = len(y_ND) // per_token, 0 if u_N is None else u_N.shape[1]
+    y_TD, given = y_ND.new_empty(tokens, width), _given(lora, "B", y_ND)
+    u_T = None if u_N is None or lora is not None else u_N.new_empty(tokens, of_u)
+    block = min(1024 if lora is None else 256, power_of_2(width))
+    _combine[(tokens, cdiv(width, block) + (0 if u_T is None else cdiv(of_u, block)))](
         y_ND, y_ND if u_N is None else u_N, rows.place_N, y_ND if weight_TK is None else weight_TK, y_TD,
-        y_TD if u_T is None else u_T, width, of_u,
-        K=per_token, WEIGHED=weight_TK is not None, BLOCK=block, num_warps=4, **PDL,
+        y_TD if u_T is None else u_T, *given.where[:5], width, of_u, K=per_token,
+        WEIGHED=weight_TK is not None, EXPAND=lora is not None, BLOCK=block, BLOCK_R=given.block,
+        num_warps=4, **PDL,
     )  # fmt: skip
     return y_TD, u_T

@@ -19,6 +19,9 @@ from tinkex.engine.cuda import lora_gradients, lora_kernels
 from tinkex.engine.cuda.adapter_table import SiteAdapters
 from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.models.architecture import ExpertsConfig
+from tinkex.engine.torch.models.moe import ExpertMlp, Routing
+
+_FEW = 256  # tokens up to which an up-projection costs less inside another kernel than a launch
 
 
 class ExpertLora(Protocol):
@@ -58,7 +61,43 @@ class ExpertWeights(NamedTuple):
 
 def serves(experts: ExpertsConfig) -> bool:
     """Whether the kernels compute such experts: SwiGLU without biases, weighted after they were computed."""
-    return experts.activation == "silu" and experts.gated and not (experts.bias or experts.router.on_input)
+    router = experts.router
+    routed = router.groups == 1 and not (router.norm or router.expert_scale or router.on_input)
+    return experts.activation == "silu" and experts.gated and not experts.bias and routed
+
+
+class RouterLogits(torch.autograd.Function):
+    """x · routerᵀ in fp32, not rounded: close scores differ by less than bf16 can tell apart."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, router_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(router_ED)
+        if not x_TD.is_cuda:  # the interpreter's device has no such product
+            return x_TD.float() @ router_ED.float().t()
+        return torch.mm(x_TD, router_ED.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (router_ED,) = ctx.saved_tensors
+        return grads[0].to(router_ED.dtype) @ router_ED, None
+
+
+def route(experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None) -> Routing:
+    """`ExpertMlp.route`, with weights in fp32, and the rows placed."""
+    config, router = experts.experts, experts.experts.router
+    logits_TE: Tensor = RouterLogits.apply(x_TD, experts.router)  # type: ignore[assignment]
+    if experts.router_bias is not None:
+        logits_TE = logits_TE + experts.router_bias
+    if known_TK is None:
+        weight_TK, known_TK, rows = kernel.route(
+            logits_TE.detach(), experts.selection_bias, config.per_token, router.score, router.normalise,
+            router.scale,
+        )  # fmt: skip
+        if not x_TD.requires_grad:
+            return Routing(weight_TK, known_TK, rows)
+    else:
+        rows = kernel.place(known_TK, config.count)
+    return Routing(experts.weigh(logits_TE, known_TK.long())[0], known_TK, rows)
 
 
 def _sites(weights: ExpertWeights, lora: ExpertLora | None) -> list[kernel.ExpertSite | None]:
@@ -76,41 +115,40 @@ def forward(
     up, down = _sites(weights, lora)
     u1 = None if up is None else lora_kernels.shrink(x_TD, up.at.a)
     h, kept = kernel.gate_up(x_TD, weights.gate_up, rows, u1, up, keep)
-    u2_N = None if down is None else kernel.shrink_rows(h, rows, down, "A")
-    y_TD, u2_T = kernel.combine(kernel.product(h, weights.down, rows), weight_TK, rows, u2_N)
-    if down is not None and u2_T is not None:
-        lora_kernels.expand(u2_T[None], y_TD, down.at.b)
+    if down is None:
+        return kernel.combine(kernel.product(h, weights.down, rows), weight_TK, rows)[0], (u1, kept, None)
+    y_ND, u2_N = kernel.product_and_shrink(h, weights.down, rows, down)
+    if not keep and len(x_TD) <= _FEW:
+        return kernel.combine(y_ND, weight_TK, rows, u2_N, down)[0], ()
+    y_TD, u2_T = kernel.combine(y_ND, weight_TK, rows, u2_N)
+    assert u2_T is not None
+    lora_kernels.expand(u2_T[None], y_TD, down.at.b)
     return y_TD, (u1, kept, u2_T)
 
 
 def backward(
     grad_TD: Tensor, x_TD: Tensor, weight_TK: Tensor, rows: kernel.ExpertRows, weights: ExpertWeights,
-    lora: TrainedLora | None, saved: tuple[Tensor | None, ...],
+    lora: TrainedLora, saved: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add to the adapters' gradients; returns those to x and to the routing weights."""
-    (u1, kept, u2_T), (up, down), grad_u2 = saved, _sites(weights, lora), None
+    (u1, kept, u2_T), (up, down) = saved, _sites(weights, lora)
     assert kept is not None
-    bounds = None if lora is None else kernel.bounds_of(rows, lora.segments_at)
-    if down is not None and lora is not None and u2_T is not None:
-        into = lora.into(down.at)
+    bounds, grad_u2, grad_u1_N = kernel.bounds_of(rows, lora.segments_at), None, None
+    of_rows = rows, bounds, lora.of_segments
+    if down is not None and u2_T is not None:
         grad_u2 = lora_kernels.summed(lora_kernels.shrink(grad_TD, down.at.b), x_TD.dtype)
-        lora_gradients.add_outer(u2_T[None], grad_TD, into.b, lora.atomic)
-    grads, h, grad_weight_TK = kernel.down_backward(
-        grad_TD, weights.down, rows, kept, weight_TK, grad_u2, down
-    )
-    if down is not None and lora is not None and grad_u2 is not None and bounds is not None:
-        into = lora.into(down.at)
-        args = (rows, bounds, lora.of_segments, into, "A", lora.atomic)
-        kernel.add_outer(grad_u2[0], h, weight_TK, *args)
-    del h
-    grad_u1_N = None
-    if up is not None and lora is not None and u1 is not None and bounds is not None:
-        grad_u1_N = kernel.shrink_rows(grads, rows, up, "B")
-        args = (rows, bounds, lora.of_segments, lora.into(up.at), "B", lora.atomic)
-        kernel.add_outer(lora_kernels.summed(u1, x_TD.dtype)[0], grads, None, *args)
-    grad_x_N = kernel.product(grads, weights.gate_up, rows, transposed=True)
+        lora_gradients.add_outer(u2_T[None], grad_TD, lora.into(down.at).b, lora.atomic)
+    grad_h = kernel.product_of_tokens(grad_TD, weights.down.transpose(1, 2), rows, grad_u2, down)
+    grads, h, grad_weight_TK = kernel.activate_backward(grad_h, kept, rows, weight_TK)
+    if down is not None and grad_u2 is not None:
+        kernel.add_outer(grad_u2[0], h, weight_TK, *of_rows, lora.into(down.at), "A", lora.atomic)
+    del grad_h, h
+    if up is not None and u1 is not None:
+        grad_u1_N, u1 = kernel.shrink_rows(grads, rows, up, "B"), lora_kernels.summed(u1, x_TD.dtype)
+        kernel.add_outer(u1[0], grads, None, *of_rows, lora.into(up.at), "B", lora.atomic)
+    grad_x_N = kernel.product(grads, weights.gate_up.transpose(1, 2), rows)
     grad_x, grad_u1 = kernel.combine(grad_x_N, None, rows, grad_u1_N)
-    if up is not None and lora is not None and grad_u1 is not None:
+    if up is not None and grad_u1 is not None:
         lora_gradients.add_outer(grad_u1[None], x_TD, lora.into(up.at).a, lora.atomic)
         lora_kernels.expand(grad_u1[None], grad_x, up.at.a)
     return grad_x, grad_weight_TK
@@ -122,7 +160,7 @@ class RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight_TK: Tensor, anchor: Tensor, rows: kernel.ExpertRows,
-        weights: ExpertWeights, lora: TrainedLora | None,
+        weights: ExpertWeights, lora: TrainedLora,
     ) -> Tensor:  # fmt: skip
         weight_TK = weight_TK.contiguous()
         y, saved = forward(x, weight_TK, rows, weights, lora, keep=True)

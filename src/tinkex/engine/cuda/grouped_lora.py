@@ -132,7 +132,9 @@ class CudaLora(LoraBatch):
                 sent = all_to_device([matrices, _scales(self._adapters), cells], self._device)
                 ranks = [adapter.lora.rank for adapter in self._adapters]
                 vectors = all(rank % 8 == 0 for rank in ranks)
-                self._table = AdapterTable(sent[0], sent[1], max(ranks), self._invariant, vectors)
+                self._table = AdapterTable(
+                    sent[0], sent[1], max(ranks), self._invariant, vectors, len(ranks) > 1
+                )
                 self._tiles = RowTiles(sent[2], rows)
             else:
                 self._tiles = RowTiles(to_device(cells, self._device), rows)
@@ -290,6 +292,7 @@ class SlotShape(NamedTuple):
     rows: int = 0  # of a whole tile
     rank: int = 0  # the largest
     vectors: bool = False  # every rank is a multiple of 8
+    mixed: bool = False  # there are several
 
 
 class AdapterSlots:
@@ -311,7 +314,8 @@ class AdapterSlots:
 
     def table(self, shape: SlotShape) -> AdapterTable:
         """The table for kernels of a graph of this shape."""
-        return AdapterTable(self._addresses, self._scales, shape.rank, self._invariant, shape.vectors)
+        settings = shape.rank, self._invariant, shape.vectors, shape.mixed
+        return AdapterTable(self._addresses, self._scales, *settings)
 
     def place(self, segments: Sequence[tuple[Adapter | None, int, int]]) -> tuple[np.ndarray, SlotShape]:
         """Put the adapters of `segments` (adapter, first row, past the last; at least one) into the table.
@@ -336,4 +340,4 @@ class AdapterSlots:
         cells[3, tiles.shape[1] :] = tiles.shape[1]  # further rows have no tile
         ranks = [adapter.lora.rank for adapter in self._slots]
         vectors = all(rank % 8 == 0 for rank in ranks)
-        return cells, SlotShape(cells.shape[1], rows, power_of_2(max(ranks)), vectors)
+        return cells, SlotShape(cells.shape[1], rows, power_of_2(max(ranks)), vectors, len(used) > 1)

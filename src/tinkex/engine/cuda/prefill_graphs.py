@@ -56,7 +56,9 @@ class PrefillGraphKey(NamedTuple):
         same = (self.tile, self.splits, mine.rows) == (other.tile, other.splits, theirs.rows)
         fits = self.rows >= other.rows and self.tiles >= other.tiles
         adapters_fit = mine.tiles >= theirs.tiles and mine.rank >= theirs.rank
-        return same and fits and adapters_fit and mine.vectors <= theirs.vectors
+        return (
+            same and fits and adapters_fit and mine.vectors <= theirs.vectors and mine.mixed >= theirs.mixed
+        )
 
 
 def size(tokens: int) -> int:

@@ -25,7 +25,7 @@ from tinkex.engine.torch.kv import KVCache, PagedAttend, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.attend import PackedAttend
-from tinkex.engine.torch.models.moe import ExpertMlp, expert_linear
+from tinkex.engine.torch.models.moe import ExpertMlp, Routing, expert_linear
 from tinkex.engine.torch.next_tokens import Choice, draw, scaled_logprobs
 
 if TYPE_CHECKING:
@@ -78,15 +78,15 @@ class Backend:
         """x @ weight.T + bias for a frozen weight; `packed` is what `functions.pack` made of it."""
         return linear(x, weight, bias, packed)
 
-    def route(self, experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None) -> tuple[Tensor, Tensor]:
+    def route(self, experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None) -> Routing:
         """`ExpertMlp.route`."""
         return experts.route(x_TD, known_TK)
 
     def routed_experts(
-        self, experts: ExpertMlp, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, context: ForwardContext
+        self, experts: ExpertMlp, x_TD: Tensor, routing: Routing, context: ForwardContext
     ) -> Tensor:
         """`ExpertMlp.routed`."""
-        return experts.routed(x_TD, weight_TK, expert_TK, context)
+        return experts.routed(x_TD, routing, context)
 
     def lora(
         self, adapters: Sequence[Adapter | None], lengths: Sequence[int], *, train: bool = False

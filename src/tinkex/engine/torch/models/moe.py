@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,14 @@ from tinkex.engine.torch.models.block import Block, Slot, frozen_parameter
 from tinkex.engine.torch.models.mlp import Mlp, activated
 from tinkex.engine.torch.models.projection import Projection, total
 from tinkex.engine.torch.quantised import QuantisedMatrix
+
+
+class Routing(NamedTuple):
+    """Each token's experts and their weights, [T, K] both."""
+
+    weight_TK: Tensor
+    expert_TK: Tensor
+    rows: Any = None  # where a backend has placed them
 
 
 class ExpertMlp(Block):
@@ -71,12 +79,12 @@ class ExpertMlp(Block):
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         known = None if context.chosen is None else context.chosen.get(self.layer)
-        weight_TK, expert_TK = context.backend.route(self, x_TD, known)
+        routing = context.backend.route(self, x_TD, known)
         if context.chosen is not None:
-            context.chosen[self.layer] = expert_TK
+            context.chosen[self.layer] = routing.expert_TK
         h = self._normed(x_TD, 2, context)
         h = h if self.latent_in is None else total(self.latent_in(h, context))
-        y_TD = context.backend.routed_experts(self, h, weight_TK, expert_TK, context)
+        y_TD = context.backend.routed_experts(self, h, routing, context)
         if self.latent_out is not None:
             y_TD = total(self.latent_out(y_TD, context))
         y_TD = self._normed(y_TD, 3, context)
@@ -94,9 +102,9 @@ class ExpertMlp(Block):
         factor, impl = self.norm.factor(self.norms[index]), context.backend.elementwise
         return rms_norm(Stream(x_TD), factor, self.norm.eps, impl)
 
-    def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, context: ForwardContext) -> Tensor:
+    def routed(self, x_TD: Tensor, routing: Routing, context: ForwardContext) -> Tensor:
         """The sum of each token's experts' results, times their weights."""
-        lora = context.lora
+        lora, weight_TK, expert_TK = context.lora, routing.weight_TK, routing.expert_TK
         expert_N, order_N = expert_TK.flatten().sort(stable=True)
         place_TK = torch.empty_like(expert_TK)  # the inverse permutation of `order_N`
         place_TK.view(-1)[order_N] = torch.arange(len(order_N), device=order_N.device)
@@ -125,25 +133,29 @@ class ExpertMlp(Block):
             return (up + 1) * (gate * torch.sigmoid(alpha * gate))
         return activated(gate_up, self.experts.activation, self.experts.gated, context)
 
-    def route(self, x_TD: Tensor, known_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The weights of each token's experts, and the experts, [T, K] both; probabilities in fp32.
-
-        `known_TK` are the experts where they have been chosen before.
-        """
-        router, best = self.experts.router, self.experts.per_token
+    def route(self, x_TD: Tensor, known_TK: Tensor | None = None) -> Routing:
+        """`known_TK` are the experts where they have been chosen before. Probabilities are in fp32."""
         if self.router_scale is not None:
             wide = x_TD.float()
             unit = (wide * (wide.square().mean(-1, keepdim=True) + self.norm.eps).rsqrt()).to(x_TD.dtype)
             x_TD = unit * self.router_scale * x_TD.shape[-1] ** -0.5
-        if router.score == "softmax_of_best":
+        if self.experts.router.score == "sigmoid":
+            logits_TE = F.linear(x_TD.float(), self.router.float())
+        else:
             logits_TE = F.linear(x_TD, self.router, self.router_bias)
+        weight_TK, expert_TK = self.weigh(logits_TE, known_TK)
+        return Routing(weight_TK.to(x_TD.dtype), expert_TK)
+
+    def weigh(self, logits_TE: Tensor, known_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The weights of each token's experts, and the experts, [T, K] both."""
+        router, best = self.experts.router, self.experts.per_token
+        if router.score == "softmax_of_best":
             expert_TK = logits_TE.topk(best, dim=-1).indices if known_TK is None else known_TK
             return logits_TE.gather(1, expert_TK).softmax(dim=-1), expert_TK
         if router.score == "softmax":
-            logits_TE = F.linear(x_TD, self.router, self.router_bias)
             score_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
         else:
-            score_TE = F.linear(x_TD.float(), self.router.float()).sigmoid()
+            score_TE = logits_TE.sigmoid()
         expert_TK = known_TK
         if expert_TK is None:
             expert_TK = self._preferred(score_TE.detach()).topk(best, dim=-1).indices
@@ -152,7 +164,7 @@ class ExpertMlp(Block):
             weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)
         if self.expert_scale is not None:
             weight_TK = weight_TK * self.expert_scale[expert_TK]
-        return (weight_TK * router.scale).to(x_TD.dtype), expert_TK
+        return weight_TK * router.scale, expert_TK
 
     def _preferred(self, score_TE: Tensor) -> Tensor:
         """The scores to choose by: with the selection bias, and none outside the best groups."""
