@@ -56,7 +56,7 @@ class Running:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()
             running = asyncio.create_task(self.server.run())
-            while not self.server.service.ready and not running.done():
+            while not self.said and not running.done():  # it says what it serves when it is ready
                 await asyncio.sleep(0.005)
             if not running.done():
                 self.up.set()

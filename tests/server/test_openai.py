@@ -166,7 +166,7 @@ def test_a_chat_stream(server: Running) -> None:
         ({"seed": "x"}, "seed"),
         ({"logprobs": 100}, "logprobs"),
         ({"suffix": "x"}, "suffix"),
-        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
         ({"best_of": 3}, "best_of"),
         ({"tempurature": 1}, "tempurature"),
         ({"stream_options": 1}, "stream_options"),
@@ -187,7 +187,7 @@ def test_refusals_name_the_field(server: Running, change: dict[str, Any], named:
         {"messages": [{"content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"tools": [{"type": "function"}]},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "xml"}},
         {"top_logprobs": 2},
         {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
         {"chat_template_kwargs": {"continue_final_message": True}},
@@ -352,8 +352,7 @@ def test_the_real_client(server: Running) -> None:
         client.completions.create(model="none", prompt="x")
     with pytest.raises(openai.BadRequestError, match="context window"):
         client.completions.create(model=MODEL, prompt="x", max_tokens=1_000_000)
-    with pytest.raises(openai.AuthenticationError):
-        client.with_options(api_key="sk-x").models.list()
+    assert client.with_options(api_key="EMPTY").models.list().data
 
 
 # -- text ------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     tml-…     an API key; the ledger holds its hash, `tinkex server keys` makes and revokes it
     eyJ…      a JWT issued here for a key; it is refused once the key is revoked
-    no keys   no key was ever made: every well-formed key is its own tenant (loopback only)
+    no keys   no key was ever made: every key is its own tenant, "EMPTY" too (loopback only)
 
 A key is never stored or logged. A revoked key is refused within REFRESH seconds.
 """
@@ -30,6 +30,7 @@ TOKEN_LIFE = 3600.0
 ORGANIZATION = "tinkex"
 WEIGHTS_TOKEN = "x-tinker-weights-access-token"
 _WELL_FORMED = re.compile(r"tml-[\x21-\x7e]{1,252}")
+_VISIBLE = re.compile(r"[\x21-\x7e]{1,256}")
 _CACHE_SIZE = 4096
 
 NO_KEY = "no API key: send one that begins with 'tml-' in X-API-Key (for /v1: Authorization: Bearer …)"
@@ -111,7 +112,7 @@ class Authenticator:
         return identity
 
     def _from_key(self, key: str) -> Identity:
-        if not _WELL_FORMED.fullmatch(key):
+        if not (_VISIBLE if self.is_open else _WELL_FORMED).fullmatch(key):
             raise Refusal(401, MALFORMED)
         return self._from_hash(hash_key(key))
 

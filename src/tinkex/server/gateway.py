@@ -258,6 +258,8 @@ def build_app(gateway: Gateway, more: Iterable[BaseRoute] = ()) -> ASGIApp:
     for op, endpoint in endpoints.items():
         path = op.path.replace("{checkpoint_id:path}", "{checkpoint_id:checkpoint}")
         routes.append(Route(path, endpoint, methods=[op.method]))
+        if op is ops.DELETE_CHECKPOINT:  # some clients give a name alone
+            routes.append(Route(op.path.replace(":path}", "}"), endpoint, methods=[op.method]))
     app = Starlette(routes=[*routes, *more], exception_handlers={HTTPException: _no_such_route})
     app.router.redirect_slashes = False
     # Starlette tries routes one after another. Most operations have a fixed path and are found in this table.

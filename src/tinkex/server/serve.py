@@ -41,7 +41,8 @@ from tinkex.server.console import console_routes
 from tinkex.server.downloads import download_routes
 from tinkex.server.gateway import Endpoint, Gateway, build_app
 from tinkex.server.metrics import Metrics
-from tinkex.server.openai.routes import openai_routes
+from tinkex.server.openai.drawing import TextSampler, warm_up
+from tinkex.server.openai.routes import openai_routes, unknown_routes
 from tinkex.server.signing import DownloadSigner, WeightsTokens, home_secret
 from tinkex.server.stream_sample import stream_sample_endpoint
 from tinkex.server.uvicorn_protocol import SingleWriteProtocol
@@ -166,12 +167,14 @@ class Server:
 
     def _uvicorn_config(self) -> uvicorn.Config:
         gateway = self.gateway
+        text = TextSampler(gateway)
         routes = [
             Route(ops.STREAM_SAMPLE.path, stream_sample_endpoint(gateway), methods=["POST"]),
             Route("/metrics", Endpoint(gateway, "metrics", self._metrics_page), methods=["GET"]),
             *console_routes(gateway),
             *download_routes(gateway, self._files, self._signer),
-            *openai_routes(gateway),
+            *openai_routes(text),
+            *unknown_routes(text),
         ]
         return uvicorn.Config(
             build_app(gateway, routes), interface="asgi3", ws="none",
@@ -212,6 +215,7 @@ class Server:
     async def _start(self) -> None:
         try:
             await self.service.start()
+            await warm_up(self.service)
         except (TinkerError, Refusal, OSError, ValueError) as error:
             raise StartError(_first_line(error)) from error
         for line in self._greeting():
@@ -234,8 +238,8 @@ class Server:
         yield ""
         is_open = self.gateway.authenticator.is_open
         if is_open:
-            yield "No API key is configured: only this machine can connect. Any key that begins with tml- is"
-            yield "accepted, and each is its own tenant. `tinkex server keys add NAME` makes a real key."
+            yield "No API key is configured: only this machine can connect. Any key is accepted, and each is"
+            yield "its own tenant. `tinkex server keys add NAME` makes a real key."
         else:
             yield "Clients need a key: `tinkex server keys add NAME` makes one."
         yield ""

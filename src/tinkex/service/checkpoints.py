@@ -86,6 +86,13 @@ class Checkpoints:
         self._ledger.update_checkpoint(*row.key, expires_at=expiry(request.ttl_seconds))
 
     async def delete_checkpoint(self, request: types.CheckpointRequest, caller: Caller) -> None:
+        """A name without its kind is that of sampler weights, or else of a state."""
+        if "/" not in request.checkpoint_id:
+            kinds = ("sampler_weights", "weights")
+            ids = [f"{kind}/{request.checkpoint_id}" for kind in kinds]
+            paths = {one: f"tinker://{request.training_run_id}/{one}" for one in ids}
+            found = next((one for one in ids if self._access.any_checkpoint(paths[one]) is not None), ids[0])
+            request = types.CheckpointRequest(training_run_id=request.training_run_id, checkpoint_id=found)
         row = self._find(request, caller)
         async with self._home.locked(row.directory):
             await self._remove(row)

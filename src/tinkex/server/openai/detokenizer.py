@@ -11,26 +11,31 @@ from typing import Any
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
-def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of tokens, without special ones."""
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decode(tokenizer: Any, tokens: Sequence[int], skip_special: bool = True) -> str:
+    """The text of tokens, without special ones unless asked for."""
+    return tokenizer.decode(tokens, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
 
 
 class Detokenizer:
     """The text of one sequence. Holds back an incomplete character and what may begin a stop string.
+
+    Stop strings count from the end of the first `min_tokens` tokens on.
 
     >>> text = Detokenizer(tokenizer, stop=["END"])             # doctest: +SKIP
     >>> text.add([72, 105]) + text.finish()                     # doctest: +SKIP
     'Hi'
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._stop = stop
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), skip_special: bool = True, min_tokens: int = 0
+    ) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._stop, self._min_tokens = stop, min_tokens
         self.tokens: list[int] = []
         self._context = 0  # new tokens are decoded together with those from here: some join with a space
         self._decoded = 0  # tokens before this index are in the text
         self._text = ""
+        self._stops_from = 0  # in the text
         self._emitted = 0
         self._stopped = False
 
@@ -41,8 +46,11 @@ class Detokenizer:
 
     def add(self, tokens: Iterable[int]) -> str:
         """The text that these tokens make certain."""
-        self.tokens.extend(tokens)
-        self._decode_new()
+        tokens = list(tokens)
+        early = max(0, self._min_tokens - 1 - len(self.tokens))
+        for part in (tokens[:early], tokens[early:]) if early else (tokens,):
+            self.tokens.extend(part)
+            self._decode_new()
         return self._emit(self._held_back())
 
     def finish(self) -> str:
@@ -50,16 +58,22 @@ class Detokenizer:
         self._decode_new(unfinished=True)
         return self._emit(0)
 
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return decode(self._tokenizer, tokens, self._skip_special)
+
     def _decode_new(self, unfinished: bool = False) -> None:
         if self._stopped or self._decoded == len(self.tokens):
             return
-        known = decode(self._tokenizer, self.tokens[self._context : self._decoded])
-        text = decode(self._tokenizer, self.tokens[self._context :])
+        known = self._decode(self.tokens[self._context : self._decoded])
+        text = self._decode(self.tokens[self._context :])
         if len(text) <= len(known) or (text.endswith(_UNFINISHED) and not unfinished):
             return
         self._text += text[len(known) :]
         self._context, self._decoded = self._decoded, len(self.tokens)
-        cut = min((at for stop in self._stop if (at := self._text.find(stop)) >= 0), default=len(self._text))
+        if self._decoded < self._min_tokens:
+            self._stops_from = len(self._text)
+        found = [at for stop in self._stop if (at := self._text.find(stop, self._stops_from)) >= 0]
+        cut = min(found, default=len(self._text))
         self._stopped = cut < len(self._text)
         self._text = self._text[:cut]
 

@@ -1,6 +1,6 @@
 """OpenAI's response bodies, built from sampled tokens: a whole response, or chunks of a stream.
 
-`CompletionReply` collects the samples; `ReplyWriter` writes them as completions or as chat. The chunks of a
+`CompletionReply` collects the samples; `OpenAIWriter` writes them as completions or as chat. The chunks of a
 stream join to the whole response, logprobs included. Stop strings and special tokens are in neither.
 """
 
@@ -10,10 +10,12 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from tinkex.server.openai.chat_formats import AnyParser, ReplyPart
 from tinkex.server.openai.detokenizer import Detokenizer, decode
-from tinkex.server.openai.requests import AnyRequest, ChatRequest
+from tinkex.server.openai.requests import AnyRequest, ChatRequest, Prepared
+from tinkex.server.stream_sample import server_sent
 from tinkex.types.outputs import NewTokens, SampledSequence, SampleResponse
 
 # A token, its logprob, and the most likely tokens in its place with theirs.
@@ -23,26 +25,49 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class ChoiceDelta:
-    """More text of one choice; the last delta has the finish reason."""
+    """More of one choice; the last delta has the finish reason."""
 
     choice: int
-    offset: int  # of `text`, in the choice's text
-    text: str
+    offset: int  # of its text, in the choice's text
+    parts: Sequence[ReplyPart]
+    ids: Sequence[int] = ()
     tokens: Sequence[TokenLogprob] = ()
     reason: str | None = None
+    stopped_at: str | None = None  # the stop string, with a reason
+
+    def text(self, kind: str = "text") -> str:
+        return "".join(part.text for part in self.parts if part.kind == kind)
 
 
 @dataclass
 class _Choice:
     index: int
     detokenizer: Detokenizer
+    parser: AnyParser | None
     length: int = 0  # of the text so far
+    ids: int = 0  # tokens given so far
+    calls: int = 0
     deltas: list[ChoiceDelta] = field(default_factory=list[ChoiceDelta])
 
-    def add(self, text: str, tokens: Sequence[TokenLogprob] = (), reason: str | None = None) -> ChoiceDelta:
-        self.deltas.append(ChoiceDelta(self.index, self.length, text, tokens, reason))
+    def add(
+        self,
+        text: str,
+        ids: Sequence[int] = (),
+        tokens: Sequence[TokenLogprob] = (),
+        reason: str | None = None,
+        stopped_at: str | None = None,
+    ) -> ChoiceDelta:
+        parts = [ReplyPart("text", text)] if text else []
+        if self.parser is not None:
+            parts = self.parser.add(text) + (self.parser.finish() if reason else [])
+        self.calls += sum(part.kind == "call" for part in parts)
+        if reason == "stop" and self.calls:
+            reason = "tool_calls"
+        delta = ChoiceDelta(self.index, self.length, parts, ids, tokens, reason, stopped_at)
+        self.deltas.append(delta)
         self.length += len(text)
-        return self.deltas[-1]
+        self.ids += len(ids)
+        return delta
 
 
 @dataclass
@@ -50,14 +75,29 @@ class CompletionReply:
     """The choices of one request, as their samples come in. Choice `prompt * n + k` is a prompt's k-th."""
 
     request: AnyRequest
-    _prompts: list[list[int]]
+    prepared: Prepared
     _tokenizer: Any
     _token_bytes: Sequence[bytes]
     _eos_ids: Collection[int]
 
     def __post_init__(self) -> None:
-        count = self.request.n * len(self._prompts)
-        self.choices = [_Choice(i, Detokenizer(self._tokenizer, self.request.stop)) for i in range(count)]
+        request, prepared = self.request, self.prepared
+        skip = request.skip_special_tokens and not prepared.kept
+        self._dropped = set(self._eos_ids)  # tokens that are in no text
+        if not request.include_stop_str_in_output:
+            self._dropped.update(request.stop_token_ids)
+        if request.skip_special_tokens and prepared.kept:
+            self._dropped.update(set(self._tokenizer.all_special_ids) - prepared.kept)
+
+        def detokenizer() -> Detokenizer:
+            return Detokenizer(self._tokenizer, request.hidden_stops, skip, request.min_tokens)
+
+        new_parser = prepared.new_parser
+        self.choices = [
+            _Choice(i, detokenizer(), new_parser() if new_parser else None)
+            for i in range(request.n * len(prepared.prompts))
+        ]
+        self.prompt_scores: dict[int, list[Json | None]] = {}  # by prompt
         self._completion_tokens = self._cached_tokens = 0
 
     def bytes_of(self, token: int) -> bytes:
@@ -69,31 +109,39 @@ class CompletionReply:
         if self.request.alternatives is not None or self.request.echo:
             return []
         choice = self.choices[prompt * self.request.n + event.sequence]
-        text = choice.detokenizer.add(self._without_eos(event.tokens))
-        return [choice.add(text)] if text else []
+        ids = list(event.tokens) if self.request.return_token_ids else []
+        text = choice.detokenizer.add(self._visible_tokens(event.tokens))
+        delta = choice.add(text, ids)
+        return [delta] if delta.parts or ids else []
 
     def finish(self, prompt: int, response: SampleResponse) -> list[ChoiceDelta]:
         """Add the whole response for one prompt: the rest of its text, and the finish reasons."""
         self._cached_tokens += response.prompt_cache_hit_tokens
+        tokens = self.prepared.prompts[prompt]
+        if self.request.prompt_logprobs is not None:
+            self.prompt_scores[prompt] = self._scores(tokens, response)
         deltas: list[ChoiceDelta] = []
         for k, sequence in enumerate(response.sequences):
             choice = self.choices[prompt * self.request.n + k]
             if self.request.echo:
-                tokens = self._prompts[prompt]
                 logprobs = self._logprobs(tokens, response.prompt_logprobs, response.topk_prompt_logprobs)
-                deltas.append(choice.add(decode(self._tokenizer, tokens), logprobs))
+                deltas.append(choice.add(decode(self._tokenizer, tokens), (), logprobs))
             deltas.append(self._end(choice, sequence))
         return deltas
 
     def _end(self, choice: _Choice, sequence: SampledSequence) -> ChoiceDelta:
-        if self.request.max_tokens == 0:
+        if not isinstance(self.request, ChatRequest) and self.request.max_tokens == 0:
             return choice.add("", reason="length")
         self._completion_tokens += len(sequence.tokens)
         detokenizer = choice.detokenizer
-        rest = self._without_eos(sequence.tokens)[len(detokenizer.tokens) :]  # all, if nothing was streamed
+        rest = self._visible_tokens(sequence.tokens)[
+            len(detokenizer.tokens) :
+        ]  # all, if nothing was streamed
         text = detokenizer.add(rest) + detokenizer.finish()
         logprobs = self._logprobs(sequence.tokens, sequence.logprobs, sequence.topk_logprobs)
-        return choice.add(text, logprobs[: self._visible(sequence)], sequence.stop_reason)
+        stop = sequence.stop_match if isinstance(sequence.stop_match, str) else None
+        ids = sequence.tokens[choice.ids :] if self.request.return_token_ids else []
+        return choice.add(text, ids, logprobs[: self._visible(sequence)], sequence.stop_reason, stop)
 
     def _logprobs(
         self, tokens: list[int], logprobs: Sequence[Any] | None, alternatives: Sequence[Any] | None
@@ -104,24 +152,39 @@ class CompletionReply:
         rows = zip(tokens, logprobs or nothing, alternatives or nothing, strict=True)
         return [(token, logprob, others or []) for token, logprob, others in rows]
 
-    def _without_eos(self, tokens: Iterable[int]) -> list[int]:
-        """Tokenizers skip the end-of-sequence token only if it is marked as special."""
-        return [token for token in tokens if token not in self._eos_ids]
+    def _scores(self, tokens: list[int], response: SampleResponse) -> list[Json | None]:
+        """vLLM's prompt_logprobs: for each token but the first, its logprob and likely ones', by id."""
+        shown: list[Json | None] = []
+        own, others = response.prompt_logprobs or [], response.topk_prompt_logprobs or [None] * len(tokens)
+        for token, logprob, top in zip(tokens, own, others, strict=True):
+            ranked = {t: (lp, rank) for rank, (t, lp) in enumerate(top or (), 1)}
+            ranked.setdefault(token, (logprob, None))  # type: ignore[arg-type]
+            scores = {
+                str(t): {"logprob": lp, "rank": rank, "decoded_token": decode(self._tokenizer, [t], False)}
+                for t, (lp, rank) in ranked.items()
+            }
+            shown.append(scores if logprob is not None else None)
+        return shown
+
+    def _visible_tokens(self, tokens: Iterable[int]) -> list[int]:
+        """Without the end-of-sequence token, which tokenizers skip only if it is marked as special."""
+        return [token for token in tokens if token not in self._dropped]
 
     def _visible(self, sequence: SampledSequence) -> int:
         """How many tokens are in the text: not those of a stop string, nor the end-of-sequence token."""
-        if sequence.stop_reason == "length":
+        if sequence.stop_reason == "length" or self.request.include_stop_str_in_output:
             return len(sequence.tokens)
         raw = b""
         starts: list[int] = []
         for token in sequence.tokens:
             starts.append(len(raw))
             raw += self.bytes_of(token)
-        found = [at for stop in self.request.stop if (at := raw.find(stop.encode())) >= 0]
+        early = starts[min(self.request.min_tokens, len(starts)) - 1] if self.request.min_tokens else 0
+        found = [at for stop in self.request.stop if (at := raw.find(stop.encode(), early)) >= 0]
         return sum(start < min(found) for start in starts) if found else len(starts) - 1
 
     def usage(self) -> Json:
-        prompt_tokens = sum(map(len, self._prompts))
+        prompt_tokens = sum(map(len, self.prepared.prompts))
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self._completion_tokens,
@@ -130,8 +193,33 @@ class CompletionReply:
         }
 
 
-class ReplyWriter:
-    """Writes a reply as completions or as chat: whole, or as the chunks of a stream."""
+class ReplyWriter(Protocol):
+    """Writes a reply in some API's shape: whole, or as the events of a stream."""
+
+    def whole(self) -> Json: ...
+
+    def begin(self) -> list[bytes]: ...
+
+    def more(self, delta: ChoiceDelta) -> list[bytes]: ...
+
+    def end(self) -> list[bytes]: ...
+
+    def failed(self, status: int, message: str) -> bytes: ...
+
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+
+
+def error_fields(status: int, message: str) -> Json:
+    """An error as OpenAI's client reads it."""
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    code = "context_length_exceeded" if message.startswith("Prompt length plus") else _CODES.get(status)
+    return {"message": message, "type": kind, "param": None, "code": code}
+
+
+class OpenAIWriter:
+    """Writes a reply as completions or as chat."""
 
     def __init__(self, reply: CompletionReply) -> None:
         self._reply = reply
@@ -142,39 +230,84 @@ class ReplyWriter:
             "created": int(time.time()),
             "model": reply.request.model,
         }
+        self._calls: dict[int, int] = {}  # of each choice, streamed so far
 
     def whole(self) -> Json:
-        choices = [self._choice(choice.deltas, whole=True) for choice in self._reply.choices]
-        return {**self._frame, "object": self._object, "choices": choices, "usage": self._reply.usage()}
+        reply = self._reply
+        choices = [self._choice(choice.deltas, whole=True) for choice in reply.choices]
+        more: Json = {}
+        if self._is_chat and reply.request.return_token_ids:
+            more["prompt_token_ids"] = reply.prepared.prompts[0]
+        if self._is_chat and reply.request.prompt_logprobs is not None:
+            more["prompt_logprobs"] = reply.prompt_scores[0]
+        return {**self._frame, "object": self._object, "choices": choices, "usage": reply.usage(), **more}
 
-    def openings(self) -> list[Json]:
+    def begin(self) -> list[bytes]:
         """The first chunk of each choice of a chat."""
         delta = {"role": "assistant", "content": ""}
         fields = {"finish_reason": None, "logprobs": None, "delta": delta}
         choices = self._reply.choices if self._is_chat else []
-        return [self._chunk([{"index": choice.index, **fields}]) for choice in choices]
+        more: Json = {}
+        if self._reply.request.return_token_ids:
+            more["prompt_token_ids"] = self._reply.prepared.prompts[0]
+        chunks = [self._chunk([{"index": choice.index, **fields}], **more) for choice in choices]
+        return [server_sent("", chunk) for chunk in chunks]
 
-    def chunk(self, delta: ChoiceDelta) -> Json:
+    def more(self, delta: ChoiceDelta) -> list[bytes]:
         usage = {"usage": None} if self._reply.request.stream_options.include_usage else {}
-        return self._chunk([self._choice([delta], whole=False)], **usage)
+        return [server_sent("", self._chunk([self._choice([delta], whole=False)], **usage))]
 
-    def closing(self) -> Json:
-        return self._chunk([], usage=self._reply.usage())
+    def end(self) -> list[bytes]:
+        closing = [server_sent("", self._chunk([], usage=self._reply.usage()))]
+        return [*(closing if self._reply.request.stream_options.include_usage else []), b"data: [DONE]\n\n"]
+
+    def failed(self, status: int, message: str) -> bytes:
+        return server_sent("", {"error": error_fields(status, message)})
 
     def _chunk(self, choices: list[Json], **more: Any) -> Json:
         kind = f"{self._object}.chunk" if self._is_chat else self._object
         return {**self._frame, "object": kind, "choices": choices, **more}
 
     def _choice(self, deltas: list[ChoiceDelta], *, whole: bool) -> Json:
-        text = "".join(delta.text for delta in deltas)
-        fields: Json = {"index": deltas[0].choice, "finish_reason": deltas[-1].reason}
+        text = "".join(delta.text() for delta in deltas)
+        index, request = deltas[0].choice, self._reply.request
+        fields: Json = {"index": index, "finish_reason": deltas[-1].reason}
+        if request.return_token_ids:
+            fields["token_ids"] = [token for delta in deltas for token in delta.ids]
         if not self._is_chat:
+            prompt = index // request.n
+            if request.return_token_ids and (whole or deltas[-1].reason):
+                fields["prompt_token_ids"] = self._reply.prepared.prompts[prompt]
+            if request.prompt_logprobs is not None and (whole or deltas[-1].reason):
+                fields["prompt_logprobs"] = self._reply.prompt_scores[prompt]
             return {**fields, "text": text, "logprobs": self._completion_logprobs(deltas)}
+        thought = "".join(delta.text("reasoning") for delta in deltas)
+        calls = self._tool_calls(index, deltas, whole=whole)
         if whole:
-            fields["message"] = {"role": "assistant", "content": text, "refusal": None}
+            said: Json = {
+                "role": "assistant",
+                "content": text if text or not calls else None,
+                "refusal": None,
+            }
+            fields["message"] = said
         else:
-            fields["delta"] = {"content": text} if text else {}
+            said = fields["delta"] = {"content": text} if text else {}
+        if thought:
+            said["reasoning_content"] = thought
+        if calls:
+            said["tool_calls"] = calls
         return {**fields, "logprobs": self._chat_logprobs(deltas)}
+
+    def _tool_calls(self, index: int, deltas: Sequence[ChoiceDelta], *, whole: bool) -> list[Json]:
+        shown: list[Json] = []
+        for call in (part.call for delta in deltas for part in delta.parts if part.call is not None):
+            function = {"name": call.name, "arguments": call.arguments}
+            shown.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+        if not whole:
+            first = self._calls.get(index, 0)
+            self._calls[index] = first + len(shown)
+            shown = [{"index": first + i, **call} for i, call in enumerate(shown)]
+        return shown
 
     def _completion_logprobs(self, deltas: list[ChoiceDelta]) -> Json | None:
         if (wanted := self._reply.request.alternatives) is None:

@@ -1,0 +1,140 @@
+"""Replies as families write them, read back: thoughts, text and calls, in pieces of any size."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkex.server.openai.chat_formats import ReplyPart, chat_format, parser_of
+
+# A piece of each family's template by which it is known, a reply, and what it says: thought, text, calls.
+CALL = ("weather", {"city": "Bern", "days": 2})
+REPLIES: dict[str, tuple[str, str, tuple[str, str, list[Any]]]] = {
+    "qwen3": (
+        "{{ '<tool_call>' }}",
+        '<think>\nShe asks for weather.\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": '
+        '{"city": "Bern", "days": 2}}\n</tool_call>\n<tool_call>\n{"name": "noon", "arguments": {}}\n'
+        "</tool_call>",
+        ("She asks for weather.\n", "I look.", [CALL, ("noon", {})]),
+    ),
+    "qwen3.5": (
+        "<tool_call>\n<function=name>",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n<parameter=days>\n2\n"
+        "</parameter>\n</function>\n</tool_call>",
+        ("", "", [CALL]),
+    ),
+    "glm": (
+        "<tool_call><arg_key>",
+        "<think>Hm.</think>\nWait.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        ("Hm.", "Wait.", [CALL]),
+    ),
+    "llama": (
+        "<|python_tag|>",
+        '{"name": "weather", "parameters": {"city": "Bern", "days": 2}}',
+        ("", "", [CALL]),
+    ),
+    "llama, several": (
+        "<|python_tag|>",
+        '<|python_tag|>{"name": "weather", "parameters": {"city": "Bern", "days": 2}}; {"name": "noon", '
+        '"parameters": {}}',
+        ("", "", [CALL, ("noon", {})]),
+    ),
+    "deepseek v3": (
+        "<｜tool▁calls▁begin｜>```json",
+        "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        '{"city": "Bern", "days": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        ("", "Let me see.", [CALL]),
+    ),
+    "deepseek v3.1": (
+        "<｜tool▁calls▁begin｜>",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Bern", "days": 2}'
+        "<｜tool▁call▁end｜><｜tool▁call▁begin｜>noon<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("", "", [CALL, ("noon", {})]),
+    ),
+    "kimi": (
+        "<|tool_calls_section_begin|>",
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        '<|tool_call_argument_begin|>{"city": "Bern", "days": 2}<|tool_call_end|><|tool_calls_section_end|>',
+        ("", "I look.", [CALL]),
+    ),
+    "mistral": (
+        "[TOOL_CALLS]",
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Bern", "days": 2}}]',
+        ("", "", [CALL]),
+    ),
+    "mistral, new": (
+        "[TOOL_CALLS]",
+        '[TOOL_CALLS]weather[ARGS]{"city": "Bern", "days": 2}',
+        ("", "", [CALL]),
+    ),
+    "gpt-oss": (
+        "<|start|><|channel|>",
+        "<|channel|>analysis<|message|>She asks.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.weather <|constrain|>json<|message|>{"city": "Bern", "days": 2}',
+        ("She asks.", "", [CALL]),
+    ),
+    "gpt-oss, an answer": (
+        "<|start|><|channel|>",
+        "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>It rains.",
+        ("Easy.", "It rains.", []),
+    ),
+    "a call that is none": (
+        "{{ '<tool_call>' }}",
+        "So: <tool_call>\nnot JSON, no name\n</tool_call> and on",
+        ("", "So:<tool_call>\nnot JSON, no name\n</tool_call> and on", []),
+    ),
+}
+
+
+def joined(parts: list[ReplyPart]) -> tuple[str, str, list[Any]]:
+    def text(kind: str) -> str:
+        return "".join(part.text for part in parts if part.kind == kind)
+
+    calls = [(part.call.name, json.loads(part.call.arguments)) for part in parts if part.call]
+    return text("reasoning"), text("text"), calls
+
+
+def read(template: str, pieces: list[str], **more: Any) -> tuple[str, str, list[Any]]:
+    parser = parser_of(chat_format(template), **{"thinking": False, "tools": True, **more})
+    parts = [part for piece in pieces for part in parser.add(piece)]
+    return joined(parts + parser.finish())
+
+
+@pytest.mark.parametrize("name", REPLIES)
+@given(data=st.data())
+def test_replies_are_read_in_pieces_of_any_size(name: str, data: st.DataObject) -> None:
+    template, reply, expected = REPLIES[name]
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(reply)), max_size=8)) | {0, len(reply)})
+    pieces = [reply[a:b] for a, b in itertools.pairwise(cuts)]
+    assert read(template, pieces) == expected
+
+
+def test_a_prompt_may_have_opened_the_thought() -> None:
+    reply = "hm, 3 < 4\n</think>\n\nFour."
+    assert read("<tool_call>", [reply], thinking=True) == ("hm, 3 < 4\n", "Four.", [])
+    assert read("<tool_call>", ["hm"], thinking=True) == ("hm", "", [])  # it never came to an answer
+
+
+def test_without_tools_a_call_is_text() -> None:
+    _, reply, _ = REPLIES["qwen3.5"]
+    assert read("<tool_call>", [reply], tools=False) == ("", reply, [])
+
+
+def test_at_most_so_many_calls_are_read() -> None:
+    template, reply, (thought, text, calls) = REPLIES["qwen3"]
+    said, rest, some = read(template, [reply], most_calls=1)
+    assert (said, some) == (thought, calls[:1])
+    assert rest.startswith(text)
+
+
+def test_text_is_streamed_while_it_comes() -> None:
+    parser = parser_of(chat_format("<tool_call>"), thinking=False, tools=True)
+    assert joined(parser.add("Hello there")) == ("", "Hello there", [])
+    assert joined(parser.add(" <tool")) == ("", "", [])
+    assert joined(parser.add("box>")) == ("", " <toolbox>", [])
