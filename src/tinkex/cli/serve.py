@@ -115,6 +115,10 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     "--body-memory-per-user", default="512MiB", metavar="SIZE",
     help="The same for one user; a single larger body is refused (413).",
 )  # fmt: skip
+@click.option(
+    "--cors-origin", "cors_origins", multiple=True, metavar="URL",
+    help="A web page's origin that may call the APIs from a browser; several times.  [default: none]",
+)  # fmt: skip
 @click.option("--preload/--no-preload", default=True, help="Load every model at start, or each on first use.")
 @click.option(
     "--drain", default=5.0, type=Finite(0, 86400),
@@ -127,7 +131,8 @@ def serve(
     dtype: str,
     quantize: str, deterministic: bool, public_url: str, max_context: int | None, disk_quota: str,
     durability: str, disk_per_user: str, runs_per_user: int, max_connections: int, requests_per_user: int,
-    body_memory: str, body_memory_per_user: str, preload: bool, drain: float, log_level: str, engine: str,
+    body_memory: str, body_memory_per_user: str, cors_origins: tuple[str, ...], preload: bool,
+    drain: float, log_level: str, engine: str,
 ) -> None:  # fmt: skip
     """Serve base models to any Tinker client.
 
@@ -179,6 +184,7 @@ def serve(
         service, host, port, url, drain,
         max_connections=max_connections, requests_per_user=requests_per_user,
         body_memory=read_size(body_memory), body_memory_per_user=read_size(body_memory_per_user),
+        cors_origins=cors_origins,
     )  # fmt: skip
     run(config, click.echo)
 

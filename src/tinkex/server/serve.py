@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from tinkex._version import __version__
 from tinkex.config import is_loopback_host
 from tinkex.engine.protocol import Engine
 from tinkex.errors import TinkerError
+from tinkex.server.anthropic.messages_api import anthropic_routes
 from tinkex.server.api_keys import Authenticator
 from tinkex.server.bodies import (
     MAX_BODY,
@@ -40,8 +43,10 @@ from tinkex.server.bodies import (
 from tinkex.server.console import console_routes
 from tinkex.server.downloads import download_routes
 from tinkex.server.gateway import Endpoint, Gateway, build_app
+from tinkex.server.generate import generate_routes
 from tinkex.server.metrics import Metrics
 from tinkex.server.openai.drawing import TextSampler, warm_up
+from tinkex.server.openai.responses_api import responses_routes
 from tinkex.server.openai.routes import openai_routes, unknown_routes
 from tinkex.server.signing import DownloadSigner, WeightsTokens, home_secret
 from tinkex.server.stream_sample import stream_sample_endpoint
@@ -81,6 +86,7 @@ class ServerConfig:
     requests_per_user: int = 8_192  # open at a time, long polls included
     body_memory: int = MAX_UNDECODED
     body_memory_per_user: int = MAX_UNDECODED_PER_USER
+    cors_origins: tuple[str, ...] = ()  # whose pages may call the APIs from a browser
 
 
 def serve(config: ServerConfig, say: Callable[[str], None]) -> None:
@@ -174,15 +180,26 @@ class Server:
             *console_routes(gateway),
             *download_routes(gateway, self._files, self._signer),
             *openai_routes(text),
+            *responses_routes(text),
+            *anthropic_routes(text),
+            *generate_routes(text),
             *unknown_routes(text),
         ]
         return uvicorn.Config(
-            build_app(gateway, routes), interface="asgi3", ws="none",
+            self._across_origins(build_app(gateway, routes)), interface="asgi3", ws="none",
             http=partial(SingleWriteProtocol, most_connections=self._most_connections),  # type: ignore[arg-type]
             lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False,
             backlog=4096,
             timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=int(self.config.drain_seconds) + 10,
         )  # fmt: skip
+
+    def _across_origins(self, app: ASGIApp) -> ASGIApp:
+        """Let pages of the configured origins in; without any, a browser lets in none."""
+        if not self.config.cors_origins:
+            return app
+        return CORSMiddleware(
+            app, self.config.cors_origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
+        )
 
     async def _metrics_page(self, http: IncomingRequest) -> Response:
         if self.service.ready and not self.gateway.authenticator.is_open:

@@ -1,0 +1,1 @@
+"""Anthropic-compatible endpoints under /v1/messages."""
