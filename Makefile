@@ -12,7 +12,7 @@ COOKBOOK := 0.5.8
 TORCH_OPTIONS = $$($(@D)/bin/python .ci/torch_index.py)
 FAST := not slow and not gpu and not compat and not browser
 
-.PHONY: help setup check test test-again test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env power-cuts bench bench-engine bench-server bench-line bench-fairness proto clean
+.PHONY: help setup check test test-again test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env power-cuts bench bench-engine bench-server bench-line bench-trl bench-fairness proto clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -112,6 +112,9 @@ bench-server: setup  ## our server with the fake engine beside a bare echo, one 
 
 bench-line: setup $(OFFICIAL)/.ready  ## the official client on `tinkex serve` beside peft and generate, one table
 	$(BIN)/python bench/line.py $(ARGS)
+
+bench-trl: setup  ## our recipes and TRL's trainers on the same weights and data, one table
+	$(BIN)/python bench/trainers.py $(ARGS)
 
 bench-fairness: setup  ## what one tenant notices while another floods the server, one table
 	$(BIN)/python bench/fairness.py $(ARGS)

@@ -33,7 +33,8 @@ class DpoConfig(TrainConfig):
     epochs: float = option(1.0, "Passes over the data, unless --steps is given.")
     max_length: int = option(2048, "Tokens of a prompt with an answer; longer ones are cut.")
     shuffle: bool = option(True, "A new order in every epoch.")
-    eval_every: int = option(20, "Steps between two evaluations on held-out pairs (a tenth, at most 50).")
+    eval_share: float = option(0.1, "The share of the pairs that is held out, at most 50.")
+    eval_every: int = option(20, "Steps between two evaluations.")
     skip_bad: bool = option(False, "Leave out rows that cannot be used, and count them.")
     show_batch: bool = option(False, "Show the first batch, with what is learnt, and do not train.")
 
@@ -56,7 +57,7 @@ def train_dpo(
         run = directory.resume(service) or config.create_run(service)
         tokenizer = run.get_tokenizer()
         made = read.map(lambda each: pair_data(tokenizer, each, config), skip_bad=config.skip_bad)
-        kept, out = held_out(len(made.items), min(50, len(made.items) // 10), config.seed)
+        kept, out = held_out(len(made.items), min(50, int(len(made.items) * config.eval_share)), config.seed)
         pairs, tests = [made.items[i] for i in kept], [made.items[i] for i in out]
         lengths = [sum(datum.model_input.length for datum in each) for each in pairs]
         batches = Batches(lengths, size=config.batch_size, seed=config.seed, shuffle=config.shuffle)

@@ -121,8 +121,10 @@ def train_grpo(
                 output = passed.result()
                 row |= {"loss": output.metrics["loss:sum"], **kl_metrics(data, output)}
                 row["learning_rate"] = params.learning_rate
-            directory.log(step, row, sum(datum.model_input.length for datum in data))
-            best = max((each for group in groups for each in group), key=lambda each: each.reward or 0.0)
+            played = [each for group in groups for each in group]
+            turns = [turn for each in played for turn in each.turns]
+            directory.log(step, row, sum(len(prompt) + len(said.tokens) for prompt, said in turns))
+            best = max(played, key=lambda each: each.reward or 0.0)
             directory.sample(step, reward=best.reward, messages=best.episode.messages, text=best.said)
             stop = stopped()
             if stop or step % config.save_every == 0 or step == steps:

@@ -104,7 +104,7 @@ class RunDirectory:
         (began, _), (now, _) = self._computed[0], self._computed[-1]
         count = sum(each for _, each in islice(self._computed, 1, None))
         speed = {"tokens_per_second": round(count / (now - began), 1)} if tokens else {}
-        row = {"step": step, **metrics, **speed}
+        row = {"step": step, **metrics, **speed, **({"tokens": tokens} if tokens else {})}
         self.rows.append(row)
         _append(self._metrics, row)
         self.progress.row(row)

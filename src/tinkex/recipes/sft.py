@@ -40,7 +40,8 @@ class SftConfig(TrainConfig):
     epochs: float = option(3.0, "Passes over the data, unless --steps is given.")
     max_length: int = option(2048, "Tokens of an example; longer ones are cut.")
     shuffle: bool = option(True, "A new order in every epoch.")
-    eval_data: str | None = option(None, "Held-out examples; by default a tenth of the data, at most 100.")
+    eval_share: float = option(0.1, "The share of the data that is held out, at most 100 examples.")
+    eval_data: str | None = option(None, "Held-out examples in a file of their own instead.")
     eval_every: int = option(20, "Steps between two evaluations.")
     early_stopping: int | None = option(
         None, "Stop after so many evaluations without a better one, and keep the best adapter."
@@ -75,7 +76,7 @@ def train_sft(
         if evals is not None:
             tests = evals.map(lambda each: sft_data(tokenizer, each, config), skip_bad=config.skip_bad).items
         else:
-            kept, out = held_out(len(examples), min(100, len(examples) // 10), config.seed)
+            kept, out = held_out(len(examples), min(100, int(len(examples) * config.eval_share)), config.seed)
             examples, tests = [examples[i] for i in kept], [examples[i] for i in out]
         data = [datum for own in examples for datum in own]
         test_data = [datum for own in tests for datum in own]
