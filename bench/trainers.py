@@ -23,8 +23,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--recipes", nargs="+", default=["sft", "dpo", "grpo"])
     options = parser.parse_args()
 

@@ -138,21 +138,23 @@ def our_side(job: Job) -> tuple[list[float], float, int]:
             "save_every": 10**6,
             "adam": tinkex.AdamParams(beta2=BETA2, eps=EPS, grad_clip_norm=CLIP),
         }  # fmt: skip
+        Path("trl_reward.py").write_text(
+            "def score(text, row):\n    return text.count('e') / max(1, len(text))\n"
+        )
+
+        def train(**changed: Any) -> None:
+            settings = {**common, **changed}
+            if job.recipe == "sft":
+                train_sft(SftConfig(**settings, shuffle=False, eval_share=0.0), service)
+            elif job.recipe == "dpo":
+                train_dpo(DpoConfig(**settings, shuffle=False, eval_share=0.0), service)
+            else:
+                more = {"group_size": job.group, "max_tokens": job.max_tokens, "reward": "trl_reward:score"}
+                train_grpo(GrpoConfig(**settings, **more), service)
+
+        train(steps=1, out=f"{place}/warm")  # TRL's clock starts after its model is loaded, too
         began = time.perf_counter()
-        if job.recipe == "sft":
-            train_sft(SftConfig(**common, shuffle=False, eval_share=0.0), service)
-        elif job.recipe == "dpo":
-            train_dpo(DpoConfig(**common, shuffle=False, eval_share=0.0), service)
-        else:
-            Path("trl_reward.py").write_text(
-                "def score(text, row):\n    return text.count('e') / max(1, len(text))\n"
-            )
-            train_grpo(
-                GrpoConfig(
-                    **common, reward="trl_reward:score", group_size=job.group, max_tokens=job.max_tokens
-                ),
-                service,
-            )
+        train()
         seconds = time.perf_counter() - began
         rows = [json.loads(line) for line in Path(place, "run", "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "loss" in row]

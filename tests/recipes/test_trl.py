@@ -17,6 +17,7 @@ from tests.recipes.conftest import jsonl
 
 pytestmark = pytest.mark.slow
 
+
 @pytest.fixture
 def start(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A model, and an adapter that PEFT wrote."""

@@ -21,6 +21,7 @@ from tinkex.cli.output import format_option, show
 # name -> module:attribute, and its line in `tinkex --help`
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("tinkex.cli.demo:demo", "Fine-tune a small model on this machine, in a minute."),
+    "init": ("tinkex.cli.init:init", "Make a project folder: a script, data, a test."),
     "train": ("tinkex.cli.train:train", "Train an adapter on your data."),
     "eval": ("tinkex.cli.evaluate:evaluate", "Compare models and adapters on your data."),
     "chat": ("tinkex.cli.chat:chat", "Talk to a model or an adapter."),
