@@ -28,7 +28,7 @@ from tinkex.config import LOCAL, Settings
 from tinkex.engine.protocol import Engine, EngineConfig
 from tinkex.errors import FailedRequest, FailedResponse, TinkerError, status_error
 from tinkex.service.config import ServiceConfig
-from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.refusal import LOCAL_USER, Caller, Refusal
 from tinkex.service.service import Service
 from tinkex.types.config import ClientConfigRequest, ClientConfigResponse
 from tinkex.types.sampling import SampleEvent, SampleRequest
@@ -56,7 +56,7 @@ class LocalTransport:
     def __init__(self, service: Service, caller: Caller | None = None, *, only_look: bool = False) -> None:
         self.service = service
         self._begin = service.look if only_look else service.start
-        self._caller = caller or Caller(user="local", same_machine=True)
+        self._caller = caller or Caller(LOCAL_USER, same_machine=True)
         self._starting: asyncio.Task[None] | None = None
 
     async def open(self) -> ClientConfigResponse:

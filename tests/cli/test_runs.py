@@ -63,6 +63,36 @@ def test_one_run(place: Place) -> None:
     assert "run nope does not exist" in place.fails("run", "info", "nope")
 
 
+def test_a_run_is_renamed_and_tagged_and_found_by_both(place: Place) -> None:
+    place.says("run", "rename", place.run[:8], "my run")
+    assert place.json("run", "info", "my run")["training_run_id"] == place.run
+    assert place.json("run", "tag", "my run", "a", "b")["tags"] == ["a", "b"]
+    assert place.says("run", "tag", "my run", "-d", "a", "c").strip() == "b, c"
+    assert place.json("run", "tag", "my run")["tags"] == ["b", "c"]
+    shown = place.says("run", "list", "-c", "name,tags,steps").splitlines()[-1]
+    assert shown.split()[:4] == ["my", "run", "b,", "c"]
+    if place.running is not None:  # else the process that trains writes it every few seconds
+        assert shown.split()[4] == str(STEPS)
+    assert "at most 120" in place.fails("run", "rename", place.run, "n" * 200)
+
+
+def test_runs_are_deleted_if_nothing_is_lost_unasked(place: Place) -> None:
+    assert "nobody answered" in place.fails("run", "delete", place.run)
+    refused = place.fails("run", "delete", place.run, "--yes")
+    assert "has 3 checkpoints" in refused or "in use by another process" in refused
+    assert place.json("run", "list")["runs"]
+    nothing = place.json("run", "prune", "--yes")
+    assert nothing["deleted_count"] == 0, "it is neither old nor over"
+    (listed,) = place.json(
+        "run", "prune", "--older-than", "0h", "--state", "running", "--checkpoints", "--dry-run"
+    )["runs"]
+    assert listed["training_run_id"] == place.run
+    assert "write a number and a unit" in place.fails("run", "prune", "--older-than", "soon")
+    if place.running is not None:
+        assert place.says("run", "delete", place.run, "--checkpoints", "--yes").strip() == "deleted 1 run"
+        assert place.json("run", "list")["runs"] == []
+
+
 def test_every_step_is_in_the_history(place: Place) -> None:
     steps = place.json("run", "plot", place.run)["steps"]
     assert len(steps) == STEPS

@@ -33,6 +33,7 @@ FINE: dict[str, Any] = {
     "fn": lambda logprobs: (-logprobs.sum(), {}),
     "input_ranks": {"logprobs": 1},
     "loss_fn": "cross_entropy",
+    "metrics": {"reward": 0.5},
     "model_path": "tinker://run:train:0/sampler_weights/step-1",
     "name": "step-1",
     "num_samples": 1,

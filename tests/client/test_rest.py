@@ -144,6 +144,8 @@ CALLS: list[tuple[str, tuple[Any, ...], str, str, dict[str, str]]] = [
     ("list_sessions", (), "GET", "sessions", {"limit": "20", "offset": "0", "access_scope": "owned"}),
     ("assign_session_project", ("s-1", "p"), "PUT", "sessions/s-1/project", {}),
     ("delete_session", ("s-1",), "DELETE", "sessions/s-1", {}),
+    ("update_training_run", (RUN,), "PUT", f"training_runs/{RUN}", {}),
+    ("delete_training_run", (RUN,), "DELETE", f"training_runs/{RUN}", {"checkpoints": "False"}),
     ("export_session_trace", ("s-1",), "GET", "sessions/s-1/trace_export", {}),
     ("get_sampler", ("s-1:sample:0",), "GET", "samplers/s-1:sample:0", {}),
 ]

@@ -1,109 +1,397 @@
-"""The pages that `get_console_url` names: read as a browser would, at the addresses that the client gives."""
+"""The console as a browser asks for it: the login, what others may not see, what is sent, and how fast."""
 
 from __future__ import annotations
 
-import base64
+import hashlib
+import json
+import os
 import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from html.parser import HTMLParser
-from urllib.parse import urljoin, urlsplit
+from pathlib import Path
+from urllib.parse import quote, urlencode, urlsplit
 
 import pytest
 
-from tests.server.conftest import KEY, MODEL, Running
+from tests.server.conftest import KEY, MODEL, Answer, Running
 from tinkex import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
+from tinkex.server.api_keys import hash_key
+from tinkex.server.console.site import HERE
+from tinkex.service.ledger import Ledger
+from tinkex.service.run_series import STEPS
 
-ALICE = KEY["x-api-key"]
+ALICE, BOB = KEY["x-api-key"], "tml-bob"
 DATA = [Datum(ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})]
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+HTML = {"accept": "text/html"}
 
 
-def login(key: str, name: str = "me") -> dict[str, str]:
-    """What a browser sends once its user has filled in the prompt."""
-    return {"authorization": f"Basic {base64.b64encode(f'{name}:{key}'.encode()).decode()}"}
+class Browser:
+    """Keeps a cookie, as a browser does; follows nothing by itself."""
+
+    def __init__(self, server: Running, key: str | None = None) -> None:
+        self.server, self.cookie, self.token = server, "", ""
+        if key is not None:
+            self.log_in(key)
+
+    def get(self, path: str, **headers: str) -> Answer:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.server.ask("GET", path, headers={**HTML, "cookie": self.cookie, **named}, key=None)
+
+    def post(self, path: str, form: dict[str, str], **headers: str) -> Answer:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent = {**HTML, "cookie": self.cookie, "content-type": "application/x-www-form-urlencoded", **named}
+        return self.server.ask("POST", path, urlencode(form).encode(), headers=sent, key=None)
+
+    def log_in(self, key: str) -> Answer:
+        answer = self.post("/console/login", {"key": key})
+        self.cookie = answer.headers.get("set-cookie", "").partition(";")[0]
+        found = re.search(rb'data-form-token="(\w+)"', self.get("/console/runs").body)
+        self.token = found[1].decode() if found else ""
+        return answer
 
 
-class Words(HTMLParser):
-    """A page's text and links; nothing of it may come from elsewhere."""
+class Page(HTMLParser):
+    """A page's text, tags and links."""
 
-    def __init__(self, page: bytes) -> None:
+    def __init__(self, body: bytes) -> None:
         super().__init__()
-        self.text, self.links, self.tags = "", list[str](), set[str]()
-        self.feed(page.decode())
+        self.text, self.tags, self.links = "", list[str](), list[str]()
+        self.attributes: set[str] = set()
+        self.feed(body.decode())
 
     def handle_data(self, data: str) -> None:
         self.text += f" {data.strip()}"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.links += [value for name, value in attrs if name in ("href", "src") and value]
+        self.tags.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.links += [value for name, value in attrs if name in ("href", "src", "action") and value]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trained(server: Running) -> TrainingClient:
     service = ServiceClient(base_url=server.url, api_key=ALICE)
-    run = service.create_lora_training_client(MODEL, rank=4, user_metadata={"why": "<b>fun</b>"}, timeout=20)
+    run = service.create_lora_training_client(
+        MODEL, rank=4, user_metadata={"why": EVIL}, name=f"mine {EVIL}", tags=[EVIL, "math"], timeout=20
+    )
     for _ in range(3):
         run.forward_backward(DATA, "cross_entropy")
         run.optim_step(AdamParams(learning_rate=0.25)).result(20)
+    run.log({"reward": 0.75, EVIL: 1.0}).result(20)
     run.save_state("half-way").result(20)
     return run
 
 
-def test_a_runs_page_tells_what_it_is_and_how_far_it_got(server: Running, trained: TrainingClient) -> None:
-    url = trained.get_console_url()
-    answer = server.ask("GET", urlsplit(url).path, headers=login(ALICE), key=None)
-    assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    page = Words(answer.body)
-    assert f"Run {trained.model_id}" in page.text
-    for fact in (f"Base model {MODEL}", "LoRA rank 4", "Status running", "Steps 3", "learning_rate 0.25"):
-        assert fact in re.sub(r"\s+", " ", page.text)
-    assert f"tinker://{trained.model_id}/weights/half-way" in page.text
-    assert "svg" in page.tags
-    assert "b" not in page.tags, "what users write is text"
-    assert not page.tags & {"script", "link", "img", "iframe"}
+def pages(run_id: str) -> list[str]:
+    """Every page about a run, and every stream of one."""
+    one = f"/console/runs/{run_id}"
+    return [one, f"{one}/curves", f"{one}/events", f"/console/compare?run={run_id}",
+            f"/console/compare/curves?run={run_id}"]  # fmt: skip
 
 
-def test_the_list_leads_to_every_run_and_back(server: Running, trained: TrainingClient) -> None:
-    service = ServiceClient(base_url=server.url, api_key=ALICE)
-    other = service.create_lora_training_client(MODEL, rank=4, timeout=20)
-    url = service.get_console_url()
-    answer = server.ask("GET", urlsplit(url).path, headers=login(ALICE), key=None)
-    links = [urljoin(url, link) for link in Words(answer.body).links]
-    assert links[:2] == [other.get_console_url(), trained.get_console_url()], "newest first"
-    back = server.ask("GET", urlsplit(links[0]).path, headers=login(ALICE), key=None)
-    assert [urljoin(links[0], link) for link in Words(back.body).links] == [url]
-    assert "none yet" in Words(back.body).text
+# -- login -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/sessions", "/training_runs/none"])
-def test_a_browser_is_asked_for_the_key(server: Running, path: str) -> None:
-    odd = [{"authorization": f"Basic {text}"} for text in ("%%%", "é", "gICA")]
-    for headers in ({}, *odd):
-        answer = server.ask("GET", path, headers=headers, key=None)
-        assert answer.status == 401
-        assert answer.headers["www-authenticate"].startswith("Basic realm=")
-        assert b"tml-" in answer.body
+def test_a_key_is_pasted_once_and_the_cookie_is_of_use_to_nobody_else(server: Running) -> None:
+    browser = Browser(server)
+    asked = browser.get("/console/runs?state=idle")
+    assert asked.status == 303
+    assert asked.headers["location"] == f"/console/login?next={quote('/console/runs?state=idle')}"
+    answer = browser.post("/console/login", {"key": ALICE, "next": "/console/runs?state=idle"})
+    assert (answer.status, answer.headers["location"]) == (303, "/console/runs?state=idle")
+    cookie = answer.headers["set-cookie"].lower()
+    assert {"httponly", "samesite=strict", "path=/"} <= {part.strip() for part in cookie.split(";")}
+    assert ALICE not in cookie
+    browser.cookie = answer.headers["set-cookie"].partition(";")[0]
+    assert browser.get("/console/runs").status == 200
+    # the API takes no cookie, and another's signature is no signature
+    api = server.ask("GET", "/api/v1/training_runs", headers={"cookie": browser.cookie}, key=None)
+    assert api.status == 401
+    for damaged in (browser.cookie[:-3] + "AAA", browser.cookie.replace("=", "=x", 1), "tinkex_console=a.b"):
+        stranger = Browser(server)
+        stranger.cookie = damaged
+        assert stranger.get("/console/runs").status == 303
 
 
-def test_a_page_shows_nothing_of_anybody_elses(server: Running, trained: TrainingClient) -> None:
-    path = urlsplit(trained.get_console_url()).path
-    assert server.ask("GET", path, headers=login("tml-bob"), key=None).status == 404
-    listed = server.ask("GET", "/sessions", headers=login("tml-bob"), key=None)
-    assert (listed.status, Words(listed.body).links) == (200, [])
+def test_a_wrong_key_is_told_so_and_a_link_leads_nowhere_else(server: Running) -> None:
+    browser = Browser(server)
+    refused = browser.post("/console/login", {"key": "no key at all"})
+    assert (refused.status, "set-cookie" in refused.headers) == (401, False)
+    assert b"no spaces" in refused.body
+    for elsewhere in ("https://evil.example", "//evil.example", "/console/../api", "javascript:alert(1)"):
+        answer = browser.post("/console/login", {"key": ALICE, "next": elsewhere})
+        assert answer.headers["location"] == "/console/runs"
 
 
-def test_the_api_takes_no_login_of_a_browsers(server: Running) -> None:
-    """Browsers send it with whatever another site makes them ask for."""
-    answer = server.ask("POST", "/api/v1/create_session", {}, headers=login(ALICE), key=None)
-    assert answer.status == 401
-    assert "www-authenticate" not in answer.headers
+def test_logging_out_ends_the_session_wherever_its_cookie_is(server: Running) -> None:
+    browser = Browser(server, ALICE)
+    out = browser.post("/console/logout", {"form_token": browser.token})
+    assert (out.status, out.headers["location"]) == (303, "/console/login")
+    assert browser.get("/console/runs").status == 303
 
 
-def test_a_run_whose_steps_all_have_one_number_has_a_page(server: Running) -> None:
-    """As after a step that had nothing to apply, or one that was taken again from a checkpoint."""
-    run = ServiceClient(base_url=server.url, api_key=ALICE).create_lora_training_client(MODEL, timeout=20)
-    run.forward_backward(DATA, "cross_entropy")
-    for _ in range(2):
-        run.optim_step(AdamParams(learning_rate=0.25)).result(20)
-    answer = server.ask("GET", urlsplit(run.get_console_url()).path, headers=login(ALICE), key=None)
+def test_a_session_ends_with_its_key(start: Callable[..., Running]) -> None:
+    server = start()
+    service, key = server.server.service, "tml-" + "k" * 40
+    row = service.ledger.add_key(
+        name="a", note="", hash=hash_key(key), owner="ann", project_id=None, created_at=time.time()
+    )
+    browser = Browser(server, key)
+    assert browser.get("/console/runs").status == 200
+    service.ledger.revoke_key(row.key_id, time.time())
+    assert browser.get("/console/runs").status == 303
+
+
+def test_a_session_expires(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinkex.server.console.login_session.LIFE", -1.0)
+    assert Browser(server, ALICE).get("/console/runs").status == 303
+
+
+def test_nothing_is_changed_without_the_token_of_the_page(server: Running, trained: TrainingClient) -> None:
+    browser, run = Browser(server, ALICE), trained.model_id
+    other = Browser(server, BOB)
+    forms = {
+        f"/console/runs/{run}/rename": {"name": "forged", "tags": ""},
+        f"/console/runs/{run}/delete": {"confirm": run},
+        "/console/logout": {},
+    }
+    for path, form in forms.items():
+        for token in ("", "0" * 64, other.token):
+            assert browser.post(path, {**form, "form_token": token}).status == 403, path
+        with_token = {**form, "form_token": browser.token}
+        assert browser.post(path, with_token, sec_fetch_site="cross-site").status == 403, path
+    assert trained.model_id in server.ask("GET", f"/api/v1/training_runs/{run}").body.decode()
+    assert b"forged" not in server.ask("GET", f"/api/v1/training_runs/{run}").body
+
+
+def test_a_link_from_another_site_opens_the_page_it_names(server: Running) -> None:
+    """A browser withholds a strict cookie from such a request: the page asks for itself once more."""
+    answer = Browser(server).get("/console/runs", sec_fetch_site="cross-site")
     assert answer.status == 200
-    assert "svg" in Words(answer.body).tags
+    assert b'http-equiv="refresh"' in answer.body
+
+
+def test_without_keys_only_the_names_of_this_machine_are_served(server: Running) -> None:
+    browser = Browser(server, ALICE)
+    assert browser.get("/console/runs", host="localhost:1").status == 200
+    assert browser.get("/console/runs", host="evil.example").status == 403
+
+
+# -- who sees what -----------------------------------------------------------------------------------------
+
+
+def test_another_tenant_sees_nothing_on_any_page(server: Running, trained: TrainingClient) -> None:
+    bob = Browser(server, BOB)
+    assert trained.model_id.encode() not in bob.get("/console/runs").body
+    for path in pages(trained.model_id):
+        for accept in ("text/html", "application/json", "text/event-stream"):
+            answer = bob.get(path, accept=accept)
+            assert answer.status == 404, path
+            assert b"reward" not in answer.body
+    for path, form in (("rename", {"name": "bobs"}), ("delete", {"confirm": trained.model_id})):
+        form["form_token"] = bob.token
+        assert bob.post(f"/console/runs/{trained.model_id}/{path}", form).status == 404
+
+
+def test_nobody_sees_anything_without_a_login(server: Running, trained: TrainingClient) -> None:
+    nobody = Browser(server)
+    for path in ["/console/runs", *pages(trained.model_id)]:
+        assert nobody.get(path).status == 303
+        assert nobody.get(path, accept="text/event-stream").status == 401
+        assert nobody.get(path, hx_request="true").headers["hx-redirect"].startswith("/console/login")
+
+
+# -- pages -------------------------------------------------------------------------------------------------
+
+
+def test_old_addresses_and_the_root_lead_to_the_console(server: Running, trained: TrainingClient) -> None:
+    browser = Browser(server, ALICE)
+    assert browser.get("/").headers["location"] == "/console/runs"
+    console = urlsplit(ServiceClient(base_url=server.url, api_key=ALICE).get_console_url()).path
+    assert browser.get(console).headers["location"] == "/console/runs"
+    own = urlsplit(trained.get_console_url()).path
+    assert browser.get(own).headers["location"] == f"/console/runs/{trained.model_id}"
+    assert any(f"console: {server.url}/console" in line for line in server.said)
+
+
+def test_what_users_write_stays_text(server: Running, trained: TrainingClient) -> None:
+    browser = Browser(server, ALICE)
+    run, search = trained.model_id, urlencode({"q": EVIL, "tag": EVIL})
+    for path in ("runs", f"runs?{search}", f"runs/{run}", f"compare?run={run}"):
+        path = f"/console/{path}"
+        page = Page(browser.get(path).body)
+        assert "img" not in page.tags, path
+        assert not [link for link in page.links if link.startswith(("javascript:", "http"))], path
+        assert not [name for name in page.attributes if name.startswith("on") or name == "style"], path
+        assert page.tags.count("style") == 0, path
+    page = Page(browser.get(f"/console/runs/{trained.model_id}").body)
+    assert page.text.count("alert(1)") >= 4, "the name, a tag, the metadata and a metric are shown"
+
+
+def test_every_answer_forbids_what_is_not_ours(server: Running, trained: TrainingClient) -> None:
+    browser = Browser(server, ALICE)
+    for path in (
+        "/console/runs",
+        "/console/login",
+        "/console/runs/none",
+        f"/console/runs/{trained.model_id}",
+    ):
+        policy = browser.get(path).headers["content-security-policy"]
+        assert "unsafe" not in policy
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "frame-ancestors 'none'" in policy
+
+
+def test_the_files_of_the_console_are_few_whole_and_ours_to_give(server: Running) -> None:
+    static = HERE / "static"
+    vendored = json.loads((static / "vendor" / "vendored.json").read_text())
+    for name, about in vendored.items():
+        assert hashlib.sha256((static / "vendor" / name).read_bytes()).hexdigest() == about["sha256"]
+        assert (static / "vendor" / f"{name.partition('.')[0]}.LICENSE").stat().st_size > 300
+    sent = [path for path in static.rglob("*") if path.suffix in (".js", ".css", ".svg")]
+    assert sum(path.stat().st_size for path in sent) <= 150_000
+    page = Page(Browser(server, ALICE).get("/console/runs").body)
+    files = [link for link in page.links if "/static/" in link]
+    assert len(files) >= 4
+    for link in files:
+        answer = server.ask("GET", link, key=None)
+        assert (answer.status, "immutable" in answer.headers["cache-control"]) == (200, True)
+    for wrong in (
+        "/console/static/x/console.css",
+        "/console/static/x/../site.py",
+        "/console/static/x/vendor",
+    ):
+        assert server.ask("GET", wrong, key=None).status == 404
+
+
+def test_a_run_tells_its_reward_and_its_curves(server: Running, trained: TrainingClient) -> None:
+    browser = Browser(server, ALICE)
+    answer = browser.get(f"/console/runs/{trained.model_id}/curves")
+    told = json.loads(answer.body)
+    assert told["curves"]["reward"] == {"x": [3.0], "y": [0.75]}
+    assert told["curves"]["loss"]["x"] == [1.0, 2.0, 3.0]
+    titles = [panel["title"] for panel in told["panels"]]
+    assert titles[:2] == ["Loss", "reward"]
+    assert "Time of a step in seconds" in titles
+    zoomed = json.loads(browser.get(f"/console/runs/{trained.model_id}/curves?low=2&high=2.5").body)
+    assert zoomed["curves"]["loss"]["x"] == [2.0]
+
+
+def read_events(server: Running, path: str, cookie: str, count: int) -> list[tuple[str, str]]:
+    """The first events of a stream: their names and data."""
+    connection = server.connect()
+    with closing(connection):
+        connection.request("GET", path, headers={"accept": "text/event-stream", "cookie": cookie})
+        response, found, name = connection.getresponse(), list[tuple[str, str]](), ""
+        assert response.status == 200, response.read()
+        while len(found) < count:
+            line = response.readline().decode().rstrip("\n")
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                found.append((name, line.removeprefix("data: ")))
+        return found
+
+
+def test_a_page_is_sent_what_is_new_and_nothing_twice(server: Running) -> None:
+    service = ServiceClient(base_url=server.url, api_key=ALICE)
+    run = service.create_lora_training_client(MODEL, rank=4, timeout=20)
+    browser = Browser(server, ALICE)
+
+    def train() -> None:
+        for _ in range(6):
+            run.forward_backward(DATA, "cross_entropy")
+            run.optim_step(AdamParams(learning_rate=0.25)).result(20)
+            time.sleep(0.4)
+
+    training = threading.Thread(target=train)
+    training.start()
+    events = read_events(server, f"/console/runs/{run.model_id}/events", browser.cookie, 6)
+    training.join()
+    points = [json.loads(data)["curves"] for name, data in events if name == "points"]
+    steps = [x for curves in points if "loss" in curves for x in curves["loss"]["x"]]
+    assert steps == sorted(set(steps))
+    assert len(steps) >= 2
+    assert any(name == "part" and "running" in json.loads(data)["html"] for name, data in events)
+
+
+def test_runs_are_renamed_and_deleted_by_their_forms(server: Running) -> None:
+    service = ServiceClient(base_url=server.url, api_key=ALICE)
+    run = service.create_lora_training_client(MODEL, rank=4, timeout=20)
+    browser, one = Browser(server, ALICE), f"/console/runs/{run.model_id}"
+    form = {"form_token": browser.token, "name": "renamed", "tags": "x, y ,"}
+    assert browser.post(f"{one}/rename", form).headers["location"] == one
+    found = service.create_rest_client().get_training_run("renamed").result(20)
+    assert (found.training_run_id, found.tags) == (run.model_id, ["x", "y"])
+    assert browser.post(f"{one}/rename", {**form, "name": "n" * 500}).status == 422
+    assert browser.post(f"{one}/delete", {"form_token": browser.token, "confirm": "no"}).status == 422
+    gone = browser.post(f"{one}/delete", {"form_token": browser.token, "confirm": run.model_id})
+    assert gone.headers["location"] == "/console/runs"
+    assert browser.get(one).status == 404
+
+
+def test_behind_a_proxy_every_link_is_below_its_path(start: Callable[..., Running], tmp_path: Path) -> None:
+    home, key = tmp_path / "home", "tml-" + "k" * 40
+    home.mkdir()
+    with closing(Ledger(home / "ledger.sqlite")) as ledger:
+        ledger.add_key(name="a", note="", hash=hash_key(key), owner="ann", project_id=None, created_at=1.0)
+    server = start(home=home, public_url="https://lab.example/tinkex")
+    browser = Browser(server)
+    assert browser.get("/console/runs").headers["location"].startswith("/tinkex/console/login")
+    answer = browser.log_in(key)
+    assert answer.headers["location"] == "/tinkex/console/runs"
+    cookie = {part.strip() for part in answer.headers["set-cookie"].lower().split(";")}
+    assert {"secure", "path=/tinkex/", "httponly", "samesite=strict"} <= cookie
+    page = Page(browser.get("/console/runs").body)
+    assert page.links
+    assert all(link.startswith(("/tinkex/", "#", "?")) for link in page.links), page.links
+
+
+# -- size and speed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_pages_are_small_and_quick_with_ten_thousand_runs_and_a_hundred_thousand_steps(
+    start: Callable[..., Running],
+) -> None:
+    server = start()
+    service = ServiceClient(base_url=server.url, api_key=ALICE)
+    run = service.create_lora_training_client(MODEL, rank=4, timeout=20)
+    ledger = server.server.service.ledger
+    row = ledger.run(run.model_id)
+    assert row is not None
+    with ledger.transaction():
+        for n in range(1, 10_000):
+            many = replace(row, run_id=f"{row.session_id}:train:{n}", model_seq_id=n, name=f"run {n}",
+                           tags=[f"t{n % 7}"], curve=[1.0] * 60, steps=n)  # fmt: skip
+            ledger.add_run(many)
+    lines = [
+        f'{{"step": {n}, "time": {1e9 + n}, "seconds": 0.1, "wall_seconds": 0.2, "loss": {1 / n:.6f}, '
+        f'"tokens:sum": 100, "grad_norm": 1.5, "learning_rate": 0.0001, "entropy:mean": 0.5}}\n'
+        for n in range(1, 100_001)
+    ]
+    (server.server.service.home.run_dir(run.model_id) / STEPS).write_text("".join(lines))
+    browser = Browser(server, ALICE)
+    one = f"/console/runs/{run.model_id}"
+    browser.get(f"{one}/curves")  # the file is parsed once
+    lists = ("", "?q=run+99&state=running&order=steps", "?tag=t3&page=9")
+    about = (one, f"{one}/curves", f"/console/compare?run={run.model_id}")
+    for path in (*(f"/console/runs{query}" for query in lists), *about):
+        took = []
+        for _ in range(5):
+            began = time.perf_counter()
+            answer = browser.get(path)
+            took.append(time.perf_counter() - began)
+            assert answer.status == 200
+            assert len(answer.body) <= 200_000, path
+        busy = os.getloadavg()[0] > (os.cpu_count() or 1)  # with what has nothing to do with us
+        assert min(took) <= (0.3 if busy else 0.1), (path, took)
+    told = json.loads(browser.get(f"{one}/curves").body)["curves"]["loss"]
+    assert len(told["x"]) <= 1000
+    assert told["y"][0] == pytest.approx(1 / 400, rel=0.7), "of the first pixel, the least and the greatest"
+    assert max(told["y"]) == 1.0

@@ -45,6 +45,7 @@ def test_the_recording_covers_the_protocol():
     not_called_by_an_sdk = {
         "get_health", "get_api_key", "delete_api_key", "get_tokenizer_file", "get_run_metrics",
         "delete_session", "upload_weights", "import_weights",
+        "log_run_metrics", "update_run", "delete_run",
     }  # fmt: skip
     assert set(ops.OPS) - seen == only_older | not_called_by_an_sdk
     assert {"forward", "get_checkpoint_archive_url"} <= {r.op.name for r in recorded("0.4.1")}

@@ -54,6 +54,9 @@ POST retrieve_futures
 GET training_runs
 GET training_runs/S:train:0
 GET training_runs/S:train:0/metrics
+POST training_runs/S:train:0/metrics
+PUT training_runs/S:train:0
+DELETE training_runs/S:train:0
 DELETE sessions/S
 GET training_runs/S:train:0/checkpoints
 GET checkpoints

@@ -187,6 +187,8 @@ def requests(draw, op):
             fields[field] = draw(st.builds(t.LoraConfig, st.integers(1, 512), st.none() | st.integers(0, 9)))
         elif "metadata" in field:
             fields[field] = draw(METADATA)
+        elif field == "metrics":
+            fields[field] = draw(st.dictionaries(text.filter(bool), st.floats(-1e9, 1e9), max_size=3))
         elif info.annotation is str or kind.startswith("str |"):
             fields[field] = draw(text.filter(bool))
         elif info.annotation is bytes:

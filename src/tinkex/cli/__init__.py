@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("tinkex.cli.chat:chat", "Talk to a model or an adapter."),
     "serve": ("tinkex.cli.serve:serve", "Serve base models to Tinker clients."),
     "server": ("tinkex.cli.serve:server", "API keys of a server, and sharing of runs."),
-    "run": ("tinkex.cli.run:run", "Training runs: list, show, plot."),
+    "run": ("tinkex.cli.run:run", "Training runs: list, show, plot, rename, tag, delete."),
     "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Checkpoints: list, download, publish, delete."),
     "model": ("tinkex.cli.model:model", "Base models: list, fetch, remove."),
     "session": ("tinkex.cli.run:session", "Sessions: delete one, export its timeline."),

@@ -23,6 +23,7 @@ from tinkex.cli.output import (
     size,
     wants_json,
 )
+from tinkex.cli.run_changes import delete, prune, rename, tag
 from tinkex.cli.target import is_local, rest, where
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ _COLUMNS: dict[str, tuple[str, Callable[[TrainingRun, RestClient], Any]]] = {
     "lora": ("Rank", lambda run, _: run.lora_rank if run.is_lora else "full"),
     "updated": ("Updated", lambda run, _: run.last_request_time),
     "status": ("Status", lambda run, _: _status(run)),
+    "name": ("Name", lambda run, _: run.name),
+    "tags": ("Tags", lambda run, _: ", ".join(run.tags or [])),
+    "steps": ("Steps", lambda run, _: run.steps),
     "checkpoint": ("Checkpoint", lambda run, _: run.last_checkpoint and run.last_checkpoint.checkpoint_id),
     "checkpoint_time": ("Saved", lambda run, _: run.last_checkpoint and run.last_checkpoint.time),
     "loss": ("Loss", lambda run, client: _loss_curve(run, client)),  # costs a request for each run
@@ -48,7 +52,11 @@ _DEFAULT = "id,model,lora,updated,status"
 
 @click.group()
 def run() -> None:
-    """Training runs: list, show, plot."""
+    """Training runs: list, show, plot, rename, tag, delete."""
+
+
+for _command in (rename, tag, delete, prune):
+    run.add_command(_command)
 
 
 @run.command("list")
@@ -98,7 +106,9 @@ def info(run_id: str) -> None:
     with rest() as client:
         found = client.get_training_run(run_id).result()
         metrics = None if wants_json() else _metrics(client, found)
+    named = {"Name": found.name, "Tags": ", ".join(found.tags or [])}
     facts: dict[str, Any] = {
+        **{about: value for about, value in named.items() if value},
         "Base model": found.base_model,
         "Owner": found.model_owner,
         "LoRA rank": found.lora_rank if found.is_lora else "none: all weights are trained",

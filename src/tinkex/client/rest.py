@@ -133,6 +133,25 @@ class RestClient(BaseClient):
         parse = StepMetrics.from_json_lines
         return self._convert(ops.GET_RUN_METRICS, parse, training_run_id=training_run_id)
 
+    def update_training_run(
+        self, training_run_id: str, *, name: str | None = None, tags: list[str] | None = None
+    ) -> APIFuture[None]:
+        """Rename a run, or give it other tags; what is None stays as it is. Only Tinkex servers do."""
+        return self._submit(
+            ops.UPDATE_RUN, "update_training_run", training_run_id=training_run_id, name=name, tags=tags
+        )
+
+    def delete_training_run(self, training_run_id: str, *, checkpoints: bool = False) -> APIFuture[None]:
+        """Delete a run for good; with `checkpoints` also what it saved, else it must have none.
+
+        >>> rest.delete_training_run(run_id, checkpoints=True).result()  # doctest: +SKIP
+        """
+        if not isinstance(checkpoints, bool):
+            raise InvalidInputError(f"checkpoints must be True or False, got {checkpoints!r:.80}")
+        return self._submit(
+            ops.DELETE_RUN, "delete_training_run", training_run_id=training_run_id, checkpoints=checkpoints
+        )
+
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def list_checkpoints(self, training_run_id: str) -> APIFuture[CheckpointsListResponse]:
@@ -421,6 +440,8 @@ class RestClient(BaseClient):
     get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
     list_training_runs_async = awaited(list_training_runs)
     get_run_metrics_async = awaited(get_run_metrics)
+    update_training_run_async = awaited(update_training_run)
+    delete_training_run_async = awaited(delete_training_run)
     list_checkpoints_async = awaited(list_checkpoints)
     list_user_checkpoints_async = awaited(list_user_checkpoints)
     get_external_weights_urls_async = awaited(get_external_weights_urls)

@@ -129,8 +129,11 @@ class RemoteServiceClient(BaseClient):
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
+        *,
+        name: str | None = None,
+        tags: list[str] | None = None,
     ) -> APIFuture[TrainingClient]:
-        """Create a run: a new LoRA adapter on a base model.
+        """Create a run: a new LoRA adapter on a base model. Tinkex servers find it by `name` and `tags`.
 
         >>> run = service.create_lora_training_client("Qwen/Qwen3-8B", rank=32)  # doctest: +SKIP
         """
@@ -140,7 +143,8 @@ class RemoteServiceClient(BaseClient):
         self._connection.check_open()
         request = CreateModelRequest(
             session_id="", model_seq_id=0, base_model=base_model, lora_config=lora,
-            user_metadata=user_metadata, optimizer_config=optimizer or AdamOptimizerConfig(),
+            user_metadata=user_metadata, optimizer_config=optimizer or AdamOptimizerConfig(), name=name,
+            tags=tags,
         )  # fmt: skip
         seq = next(self._session.run_seq)
         return self._start(lambda: self._create(request, seq), "create_model")
@@ -153,6 +157,9 @@ class RemoteServiceClient(BaseClient):
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
+        *,
+        name: str | None = None,
+        tags: list[str] | None = None,
     ) -> APIFuture[TrainingClient]:
         """Create a run from saved weights, with a new optimizer.
 
@@ -162,7 +169,7 @@ class RemoteServiceClient(BaseClient):
         return self._resume(
             LoadWeightsRequest(
                 path=path, optimizer=False, base_model=base_model, user_metadata=user_metadata,
-                optimizer_config=optimizer, weights_access_token=weights_access_token,
+                optimizer_config=optimizer, weights_access_token=weights_access_token, name=name, tags=tags,
             )
         )  # fmt: skip
 
@@ -173,6 +180,9 @@ class RemoteServiceClient(BaseClient):
         base_model: str | None = None,
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
+        *,
+        name: str | None = None,
+        tags: list[str] | None = None,
     ) -> APIFuture[TrainingClient]:
         """Create a run from saved weights and optimizer state: Adam's moments and its step count.
 
@@ -182,7 +192,7 @@ class RemoteServiceClient(BaseClient):
         return self._resume(
             LoadWeightsRequest(
                 path=path, optimizer=True, base_model=base_model, user_metadata=user_metadata,
-                weights_access_token=weights_access_token,
+                weights_access_token=weights_access_token, name=name, tags=tags,
             )
         )  # fmt: skip
 
@@ -222,7 +232,8 @@ class RemoteServiceClient(BaseClient):
         new = CreateModelRequest(
             session_id="", model_seq_id=0, base_model=request.base_model or info.base_model,
             lora_config=LoraConfig(rank=info.lora_rank, **flags), user_metadata=request.user_metadata,
-            optimizer_config=request.optimizer_config or info.optimizer_config,
+            optimizer_config=request.optimizer_config or info.optimizer_config, name=request.name,
+            tags=request.tags,
         )  # fmt: skip
         run = await self._create(new, seq)
         await run._load(request.path, optimizer=request.optimizer, token=token)

@@ -6,6 +6,7 @@ calls; a call validates its input, puts the request into the run's queue (queue.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from tinkex.client.queue import LossConfig, RunQueue, after
 from tinkex.client.retry import RetryConfig, check_sampler_settings
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
+from tinkex.client.transport import CallContext
 from tinkex.client.twins import awaited, blocking, queued
 from tinkex.errors import InvalidInputError, TinkerError
 from tinkex.types.checkpoints import (
@@ -33,7 +35,13 @@ from tinkex.types.data import Datum
 from tinkex.types.optimizers import OptimParams
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams, LossFnType
-from tinkex.types.training import GetInfoRequest, GetInfoResponse, OptimStepRequest, OptimStepResponse
+from tinkex.types.training import (
+    GetInfoRequest,
+    GetInfoResponse,
+    LogRunMetricsRequest,
+    OptimStepRequest,
+    OptimStepResponse,
+)
 from tinkex.wire import ops
 from tinkex.wire.ops import Op
 
@@ -263,6 +271,23 @@ class TrainingClient(ModelClient):
 
         return self._queue.enqueue("save_weights_and_get_sampling_client", send)
 
+    # -- metrics of one's own ----------------------------------------------------------------------------
+
+    def log(self, metrics: Mapping[str, float], step: int | None = None) -> APIFuture[None]:
+        """Keep numbers of your own with the run's metrics: its console page plots them. Tinkex servers only.
+
+        `step` is the number of the step that they belong to; None: that of the steps taken so far. Values
+        that are not finite are left out.
+
+        >>> run.log({"reward": 0.5, "accuracy": 0.25}, step=10)         # doctest: +SKIP
+        """
+        if not isinstance(metrics, Mapping):
+            raise InvalidInputError(f"metrics must be a dict of numbers, got {type(metrics).__name__}")
+        numbers = {str(name): _number(name, value) for name, value in metrics.items()}
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        request = LogRunMetricsRequest(training_run_id=self.model_id, metrics=finite, step=step)
+        return self._connection.submit(ops.LOG_RUN_METRICS, request, CallContext("log"))
+
     # -- about the run -----------------------------------------------------------------------------------
 
     @blocking
@@ -300,6 +325,7 @@ class TrainingClient(ModelClient):
     create_sampling_client_async = awaited(create_sampling_client)
     save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
     get_info_async = awaited(get_info)
+    log_async = awaited(log)
 
     @property
     def queue_stats(self) -> QueueStats:
@@ -311,6 +337,16 @@ class TrainingClient(ModelClient):
 
     def __reduce__(self):
         raise TypeError("a TrainingClient cannot be pickled: its requests have one order, in one process")
+
+
+def _number(name: object, value: object) -> float:
+    """A metric as a number; numpy's and torch's scalars are."""
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        pass
+    raise InvalidInputError(f"the metric {name!r} must be a number, got {value!r:.80}")
 
 
 def _deprecated(name: str, instead: str) -> None:

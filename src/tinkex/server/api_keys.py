@@ -89,7 +89,7 @@ class Authenticator:
         return Caller(
             identity.user, identity.project, public_url, same_machine,
             headers.get(WEIGHTS_TOKEN), headers.get("x-idempotency-key", ""),
-            0 if identity.key is None else identity.key.key_id,
+            0 if identity.key is None else identity.key.key_id, sees_local=identity.key is None,
         )  # fmt: skip
 
     def is_valid(self, key_id: str) -> bool:
@@ -114,9 +114,9 @@ class Authenticator:
     def _from_key(self, key: str) -> Identity:
         if not (_VISIBLE if self.is_open else _WELL_FORMED).fullmatch(key):
             raise Refusal(401, MALFORMED)
-        return self._from_hash(hash_key(key))
+        return self.from_hash(hash_key(key))
 
-    def _from_hash(self, key_hash: str) -> Identity:
+    def from_hash(self, key_hash: str) -> Identity:
         row = self._ledger.find_key(key_hash)
         if row is not None and hmac.compare_digest(row.hash, key_hash):
             return Identity(row.owner, row.project_id, key_hash, row)
@@ -141,7 +141,7 @@ class Authenticator:
             )
         except (jwt.InvalidTokenError, ValueError):
             raise Refusal(401, BAD_KEY) from None
-        return self._from_hash(claims["key"])
+        return self.from_hash(claims["key"])
 
     def describe(self, identity: Identity) -> config.ApiKeyResponse:
         details = config.ApiKeyDetails(

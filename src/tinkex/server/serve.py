@@ -40,7 +40,7 @@ from tinkex.server.bodies import (
     IncomingRequest,
     InUse,
 )
-from tinkex.server.console import console_routes
+from tinkex.server.console.console_routes import server_console
 from tinkex.server.downloads import download_routes
 from tinkex.server.gateway import Endpoint, Gateway, build_app
 from tinkex.server.generate import generate_routes
@@ -131,7 +131,7 @@ class Server:
             secret = home_secret(home)
         except (OSError, ValueError) as error:
             raise StartError(f"the home {home} cannot be used: {error}") from None
-        self._metrics, self._signer = Metrics(), DownloadSigner(secret)
+        self._secret, self._metrics, self._signer = secret, Metrics(), DownloadSigner(secret)
         place = config.service.store  # what an object store holds, it sends by itself
         self._files = home if place is None or is_remote(place) else Path(place)
         hooks = ServerHooks(self._link, WeightsTokens(secret).run_of, self._metrics)
@@ -177,7 +177,7 @@ class Server:
         routes = [
             Route(ops.STREAM_SAMPLE.path, stream_sample_endpoint(gateway), methods=["POST"]),
             Route("/metrics", Endpoint(gateway, "metrics", self._metrics_page), methods=["GET"]),
-            *console_routes(gateway),
+            *server_console(gateway, self._secret),
             *download_routes(gateway, self._files, self._signer),
             *openai_routes(text),
             *responses_routes(text),
@@ -252,6 +252,7 @@ class Server:
         yield f"tinkex {__version__} serves {self.url} (state in {home})"
         for model in self.service.models:
             yield f"  {model.name}: {model.place}{_about_engine(model.engine)}"
+        yield f"  console: {self.url}/console"
         yield ""
         is_open = self.gateway.authenticator.is_open
         if is_open:

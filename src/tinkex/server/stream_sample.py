@@ -36,7 +36,7 @@ class EventStream(StreamingResponse):
     """Sends events as they come; leaves `samples` when sending ends, even before the first byte."""
 
     def __init__(self, events: AsyncGenerator[bytes], samples: AbstractAsyncContextManager[Any]) -> None:
-        super().__init__(_with_pings(events), headers=SSE_HEADERS)
+        super().__init__(with_pings(events), headers=SSE_HEADERS)
         self._samples = samples
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,7 +44,8 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _with_pings(chunks: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+async def with_pings(chunks: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    """The chunks, and a comment after every long silence."""
     async with aclosing(chunks):
         upcoming = asyncio.ensure_future(anext(chunks))
         try:

@@ -9,16 +9,18 @@ from typing import TypeVar
 from tinkex.errors import InvalidInputError
 from tinkex.service.activity import Activity
 from tinkex.service.ledger import Ledger
-from tinkex.service.refusal import Caller, Refusal, not_found
+from tinkex.service.refusal import LOCAL_USER, Caller, Refusal, not_found
 from tinkex.service.rows import CheckpointRow, RunRow, SamplerRow, Scope, SessionRow
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
+LEAST_PREFIX = 3  # characters of an id that stand for it, if no other begins so
 # The run whose checkpoints a weights access token opens; None if it is no valid token.
 OpenedBy = Callable[[str], str | None]
 
 
 def scope_of(caller: Caller, access_scope: str = "owned") -> Scope:
-    return Scope(caller.user, caller.project if access_scope == "accessible" else None)
+    project = caller.project if access_scope == "accessible" else None
+    return Scope(caller.user, project, LOCAL_USER if caller.sees_local else None)
 
 
 @dataclass(eq=False)
@@ -53,9 +55,22 @@ class Access:
     def run(self, run_id: str, caller: Caller, *, to_use: bool = False) -> RunRow:
         return _seen(self._ledger.run(run_id), f"run {run_id}", caller, to_use)
 
+    def called(self, text: str, caller: Caller) -> RunRow:
+        """The run of this id or name, or the only one whose id begins so."""
+        if self._ledger.run(text) is not None or len(text) < LEAST_PREFIX:
+            return self.run(text, caller)
+        match self._ledger.runs_called(text, scope_of(caller, "accessible")):
+            case [row]:
+                return row
+            case []:
+                raise not_found(f"run {text}")
+            case found:
+                both = " and ".join(row.run_id for row in found)
+                raise Refusal(404, f"{text!r} may be several runs, as {both}: give more of the id")
+
     def sampler(self, sampler_id: str, caller: Caller) -> SamplerRow:
         row = self._samplers.get(sampler_id) or self._ledger.sampler(sampler_id)
-        if row is None or row.owner != caller.user:
+        if row is None or not caller.owns(row.owner):
             raise not_found(f"sampler {sampler_id}")
         self._samplers[sampler_id] = row  # it never changes, and every sample asks for it
         return row
@@ -92,6 +107,6 @@ def _seen(row: Row | None, what: str, caller: Caller, to_use: bool) -> Row:
     """The row, if the caller owns it; to be read, if it is of the caller's project."""
     if row is not None:
         of_project = caller.project is not None and row.project_id == caller.project
-        if row.owner == caller.user or (of_project and not to_use):
+        if caller.owns(row.owner) or (of_project and not to_use):
             return row
     raise not_found(what)

@@ -69,6 +69,11 @@ class Home:
             ) from None
         self._lock = descriptor
 
+    @property
+    def is_ours(self) -> bool:
+        """Does this process serve it?"""
+        return self._lock is not None
+
     def unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)

@@ -337,7 +337,9 @@ class Ledger:
         way = "DESC" if query.descending else "ASC"
         ((total,),) = self._read(f"SELECT count(*) FROM runs WHERE {where}", values)
         order = f"{query.order} IS NULL, {query.order} {way}, created_at DESC, run_id DESC"
-        rest = f"WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
+        # First which ones, then their columns: a checksum is computed of what is shown alone.
+        chosen = f"SELECT run_id FROM runs WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
+        rest = f"WHERE run_id IN ({chosen}) ORDER BY {order}"
         found = self._select(RunRow, rest, [*values, min(limit, MAX_PAGE), min(offset, _BIGGEST)])
         return rows.RowPage(found, total)
 
@@ -554,19 +556,18 @@ def _listed(values: Iterable[str]) -> str:
 
 
 def _within(scope: Scope, project_id: str | None = None) -> tuple[str, list[Any]]:
-    where, values = "1", []
-    if scope.owner is not None and scope.project is not None:
-        where, values = "(owner = ? OR project_id = ?)", [scope.owner, scope.project]
-    elif scope.owner is not None:
-        where, values = "owner = ?", [scope.owner]
+    given = [("owner = ?", scope.owner), ("owner = ?", scope.also), ("project_id = ?", scope.project)]
+    where, values = "1", list[Any]()
+    if scope.owner is not None:
+        clauses, values = zip(*((clause, value) for clause, value in given if value is not None), strict=True)
+        where, values = f"({' OR '.join(clauses)})", [*values]
     return (where, values) if project_id is None else (f"{where} AND project_id = ?", [*values, project_id])
 
 
 def _run_clauses(query: rows.RunQuery) -> Iterator[tuple[Any, ...]]:
     if query.text:
-        columns = ("name", "run_id", "base_model", "tags", "owner")
-        clause = " OR ".join(f"lower({column}) LIKE ? ESCAPE '!'" for column in columns)
-        yield f"({clause})", *[_containing(query.text.lower())] * len(columns)
+        all_of_it = " || ' ' || ".join(("name", "run_id", "base_model", "tags", "owner"))
+        yield f"lower({all_of_it}) LIKE ? ESCAPE '!'", _containing(query.text.lower())
     if query.model:
         yield "base_model = ?", query.model
     if query.tag:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+LOCAL_USER = "local"  # whose the runs of embedded mode are
+
 
 class Refusal(Exception):
     """The request is not accepted. Never 409: official clients would repeat it for five minutes."""
@@ -24,9 +26,13 @@ class Caller(NamedTuple):
     weights_token: str | None = None  # opens the checkpoints of a run of another's, to be read
     attempt: str = ""  # the same for every repetition of one request; "" if the caller does not say
     key_id: int = 0  # of the API key; 0 where there are no keys
+    sees_local: bool = False  # no key is needed: what scripts of this machine trained is the caller's too
+
+    def owns(self, owner: str) -> bool:
+        return owner == self.user or (self.sees_local and owner == LOCAL_USER)
 
     def must_own(self, owner: str, what: str) -> None:
-        if owner != self.user:
+        if not self.owns(owner):
             raise not_found(what)
 
 

@@ -193,10 +193,14 @@ class RowPage(NamedTuple, Generic[Row]):
 
 
 class Scope(NamedTuple):
-    """Whose rows are asked for: `owner`'s (None: everybody's), and with `project` all of that project too."""
+    """Whose rows are asked for: `owner`'s (None: everybody's), and with `project` all of that project too.
+
+    `also` is another owner, whose rows are taken for the first one's.
+    """
 
     owner: str | None
     project: str | None = None
+    also: str | None = None
 
 
 RUN_ORDERS = (

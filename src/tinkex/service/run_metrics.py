@@ -1,7 +1,9 @@
 """A run's metrics: one JSON line per optimizer step, in `metrics.jsonl` of its directory.
 
-A line combines the metrics of the passes since the last step with those of the step. A full disk costs the
-line and nothing else. A file that grows beyond MAX_BYTES loses every second line. Replayed work adds none.
+A line combines the metrics of the passes since the last step with those of the step, and how its time was
+spent. What a client logs itself is in `logged.jsonl`. A full disk costs the line and nothing else. A file
+that grows beyond MAX_BYTES loses every second line. Replayed work adds none. The totals of a run are
+collected in memory, and `flush` writes them to the ledger.
 """
 
 from __future__ import annotations
@@ -13,25 +15,35 @@ import math
 import operator
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tinkex.service.access import Access
 from tinkex.service.home import Home
+from tinkex.service.ledger import Ledger, LedgerFullError
 from tinkex.service.refusal import Caller
-from tinkex.service.runs.execution import Execution
-from tinkex.types.training import GetTrainingRunRequest
+from tinkex.service.rows import RunRow
+from tinkex.service.run_series import LOGGED, STEPS, last_step, merged
+from tinkex.service.runs.execution import SAVES, Execution
+from tinkex.types.training import GetTrainingRunRequest, LogRunMetricsRequest
 
 log = logging.getLogger("tinkex.service")
-FILE = "metrics.jsonl"
-MAX_BYTES = 8 * 1024 * 1024  # of one run: some 30,000 steps
+MAX_BYTES = 8 * 1024 * 1024  # of one file of a run: some 30,000 steps
+MOST_DATUMS = 256  # of one pass that are looked at; of more, some
+CURVE = 48  # means of the loss that the ledger keeps of a run: up to twice as many
 
 
 @dataclass
 class _Window:
     """The passes of a run since its last step."""
 
+    since: float | None = None  # when that was
     seconds: float = 0.0
+    publishing: float = 0.0
+    busy: float = 0.0  # while anything was accepted and not done
+    busy_until: float = 0.0
     passes: int = 0
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -47,56 +59,181 @@ class _Window:
             else:
                 self.metrics[name] = before + (value - before) / self.passes
 
+    def spend(self, work: Execution, seconds: float, now: float) -> None:
+        """Count the time of a request, from its acceptance; requests of one run overlap."""
+        self.busy += max(0.0, now - max(work.future.created, self.busy_until, self.since or 0.0))
+        self.busy_until = now
+        if work.op in SAVES:
+            self.publishing += seconds
+        else:
+            self.seconds += seconds
+
+    def times(self, now: float) -> dict[str, float]:
+        """How the time since the last step was spent, in seconds."""
+        spent = {
+            "waiting_seconds": max(0.0, self.busy - self.seconds - self.publishing),
+            "publishing_seconds": self.publishing,
+        }
+        if self.since is not None:
+            spent["wall_seconds"] = now - self.since
+        return {name: round(value, 4) for name, value in spent.items()}
+
+
+@dataclass
+class _Totals:
+    """What a run has done so far."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    loss: float | None
+    curve: list[float]
+    stride: int = 1  # steps of one mean of the curve
+    partial: list[float] = field(default_factory=list[float])
+
+    @classmethod
+    def of(cls, row: RunRow) -> _Totals:
+        stride = 1 << max(0, math.ceil(math.log2(max(1, row.steps) / (2 * CURVE))))
+        return cls(row.steps, row.tokens, row.seconds, row.loss, list(row.curve), stride)
+
+    def add(self, step: int, loss: float | None) -> None:
+        self.steps, self.loss = step, loss if loss is not None else self.loss
+        if loss is None:
+            return
+        self.partial.append(loss)
+        if len(self.partial) >= self.stride:
+            self.curve.append(float(f"{sum(self.partial) / len(self.partial):.5g}"))
+            self.partial.clear()
+        if len(self.curve) >= 2 * CURVE:
+            pairs = zip(self.curve[::2], self.curve[1::2], strict=True)
+            self.curve, self.stride = [(a + b) / 2 for a, b in pairs], 2 * self.stride
+
+    def columns(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps, "tokens": self.tokens, "seconds": round(self.seconds, 3), "loss": self.loss,
+            "curve": self.curve or self.partial,
+        }  # fmt: skip
+
 
 class RunMetrics:
     """Writes and serves the metrics of runs."""
 
-    def __init__(self, home: Home, access: Access) -> None:
+    def __init__(self, home: Home, access: Access, ledger: Ledger) -> None:
         self._home = home
         self._access = access
+        self._ledger = ledger
         self._windows: defaultdict[str, _Window] = defaultdict(_Window)
+        self._totals: dict[str, _Totals] = {}
+        self._changed: set[str] = set()  # runs whose totals the ledger has not
 
     def worked(self, work: Execution, seconds: float) -> None:
         """A training request was executed: collect a pass, write a step."""
-        run_id, future = work.run.id, work.future
+        run_id, future, now = work.run.id, work.future, time.monotonic()
+        window, totals = self._windows[run_id], self._of(work.run.row)
+        window.spend(work, seconds, now)
+        totals.seconds += seconds
+        self._changed.add(run_id)
         if work.op == "optim_step":
-            window = self._windows.pop(run_id, _Window())
+            self._windows[run_id] = _Window(since=now)
             if not future.failed:
-                window.seconds += seconds
                 self._write(run_id, window, future.outcome.metrics or {}, work.seq_id)
-        elif work.backward and not future.failed:
-            self._windows[run_id].seconds += seconds
-            self._windows[run_id].add(future.outcome.metrics)
+        elif work.one_pass is not None and not future.failed:
+            totals.tokens += work.tokens
+            if work.backward:
+                window.add(future.outcome.metrics | _policy_metrics(work))
+
+    def _of(self, row: RunRow) -> _Totals:
+        if row.run_id not in self._totals:
+            self._totals[row.run_id] = _Totals.of(self._ledger.run(row.run_id) or row)
+        return self._totals[row.run_id]
 
     def forget(self, run_id: str) -> None:
         """A run was closed: the passes after its last step are in no line."""
+        self.flush()
         self._windows.pop(run_id, None)
+        self._totals.pop(run_id, None)
+
+    def flush(self) -> None:
+        """Write the totals that have changed to the ledger; on a full disk, the next time."""
+        try:
+            with self._ledger.transaction():
+                for run_id in self._changed:
+                    self._ledger.update_run(run_id, **self._totals[run_id].columns())
+            self._changed.clear()
+        except LedgerFullError as error:
+            log.warning("totals of runs were not written: %s", error)
 
     def _write(self, run_id: str, window: _Window, step: dict[str, float], seq_id: int) -> None:
         metrics = window.metrics
         count = metrics.get("active:sum") or metrics.get("tokens:sum")  # tokens that count for the loss
+        number = int(step.get("optimizer_step", seq_id))
+        loss = metrics["loss:sum"] / count if count and "loss:sum" in metrics else None
+        if not step.get("skipped"):
+            self._totals[run_id].add(number, loss if loss is not None and math.isfinite(loss) else None)
         line = {
-            "step": int(step.get("optimizer_step", seq_id)),
+            "step": number,
             "time": round(time.time(), 3),
             "seconds": round(window.seconds, 4),
-            "loss": metrics["loss:sum"] / count if count and "loss:sum" in metrics else None,
+            "loss": loss,
             **metrics,
             **{name: value for name, value in step.items() if name != "optimizer_step"},
+            **window.times(time.monotonic()),
         }
+        self._append(run_id, STEPS, line)
+
+    def _append(self, run_id: str, file: str, line: Mapping[str, float | None]) -> None:
         finite = {name: value for name, value in line.items() if value is not None and math.isfinite(value)}
         try:
             directory = self._home.run_dir(run_id)
             directory.mkdir(parents=True, exist_ok=True)
-            if _append(directory / FILE, f"{json.dumps(finite)}\n".encode()) > MAX_BYTES:
-                _thin_out(directory / FILE)
+            if _append(directory / file, f"{json.dumps(finite)}\n".encode()) > MAX_BYTES:
+                _thin_out(directory / file)
         except OSError as error:
-            log.warning("a step of %s is missing in its metrics: %s", run_id, error)
+            log.warning("a line of %s is missing in its metrics: %s", run_id, error)
+
+    # -- operations --------------------------------------------------------------------------------------
+
+    async def log_run_metrics(self, request: LogRunMetricsRequest, caller: Caller) -> None:
+        """Keep what a client measured itself: a reward, an accuracy."""
+        row = self._access.run(request.training_run_id, caller, to_use=True)
+        step = request.step
+        if step is None:
+            known = self._totals.get(row.run_id)
+            step = last_step(self._home.run_dir(row.run_id)) if known is None else known.steps
+        self._home.check_disk()
+        self._append(row.run_id, LOGGED, {**request.metrics, "step": step, "time": round(time.time(), 3)})
 
     async def get_run_metrics(self, request: GetTrainingRunRequest, caller: Caller) -> bytes:
-        """The lines, as they are on disk; empty if the run has taken no step."""
+        """The lines of the steps, with what the client logged for each; empty if there is none."""
         row = self._access.run(request.training_run_id, caller)
-        place = self._home.run_dir(row.run_id) / FILE
-        return await asyncio.to_thread(lambda: place.read_bytes() if place.exists() else b"")
+        return await asyncio.to_thread(merged, self._home.run_dir(row.run_id))
+
+
+def _policy_metrics(work: Execution) -> dict[str, float]:
+    """What the advantages of a pass tell beside the engine's metrics, over its datums or some of them.
+
+    The entropy is estimated by the sampled tokens: the mean of minus their logprobs.
+    """
+    assert work.one_pass is not None
+    data, outputs = work.one_pass.data, work.future.outcome.loss_fn_outputs
+    stride = max(1, len(data) // MOST_DATUMS)
+    surprise = tokens = total = positive = count = 0.0
+    for datum, output in zip(data[::stride], outputs[::stride], strict=False):
+        given, logprobs = datum.loss_fn_inputs.get("advantages"), output.get("logprobs")
+        if given is None or logprobs is None or given.values_np.size != logprobs.values_np.size:
+            return {}
+        advantages = given.values_np
+        active = advantages != 0
+        if number := int(active.sum()):
+            surprise -= float(logprobs.values_np[active].sum())
+            mean = float(advantages[active].mean())
+            tokens, total, positive, count = tokens + number, total + mean, positive + (mean > 0), count + 1
+    if not tokens:
+        return {}
+    return {
+        "entropy:mean": surprise / tokens, "advantage:mean": total / count,
+        "positive_advantages:mean": positive / count,
+    }  # fmt: skip
 
 
 def _append(path: Path, line: bytes) -> int:

@@ -187,6 +187,12 @@ class Scheduler:
         """How much work is accepted and not begun."""
         return sum(len(queue.waiting) for queue in self._runs.values())
 
+    def order(self) -> tuple[list[str], list[str]]:
+        """The runs of which something is executed, and those that wait: about in the order of their turns."""
+        waiting = [run for run, queue in self._runs.items() if queue.head is not None]
+        waiting.sort(key=lambda run: (self._served[self._runs[run].owner], self._runs[run].turn))
+        return [run for run, queue in self._runs.items() if queue.running], waiting
+
     def submit(self, work: QueuedRequest, now: float) -> tuple[Verdict, str]:
         """Accept a request, or say why not; with the id under which its result will be found."""
         queue = self._runs[work.run_id]

@@ -36,7 +36,9 @@ from tinkex.service.imports import Imports
 from tinkex.service.ledger import Ledger, LedgerError, LedgerFullError
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import Scope
+from tinkex.service.run_listing import RunListing
 from tinkex.service.run_metrics import RunMetrics
+from tinkex.service.run_upkeep import RunUpkeep
 from tinkex.service.runs.accept import TrainingRequests
 from tinkex.service.runs.execution import Barriers
 from tinkex.service.runs.journal import JournalError
@@ -65,7 +67,7 @@ THOROUGH = 12  # every so many rounds, the slow part of upkeep is done too
 # Operations that promise nothing to be kept over a power cut, besides those that only GET something.
 _UNKEPT = {
     "session_heartbeat", "search_sessions", "get_client_config", "get_dynamic_config", "send_telemetry",
-    "get_info", "get_weights_info", "unload_model", "sample",
+    "get_info", "get_weights_info", "unload_model", "sample", "log_run_metrics",
     "retrieve_future", "retrieve_futures", "cancel_future",
     # These wait for the disk by themselves.
     "create_model", "load_weights", "forward", "forward_backward", "optim_step", *SAVES,
@@ -120,7 +122,7 @@ class Service:
             ledger, activity, (lambda token: None) if server is None else server.opened_by
         )
         self.traces = traces = SessionTraces(home, files, access, activity)
-        self.metrics = metrics = RunMetrics(home, access)
+        self.metrics = metrics = RunMetrics(home, access, ledger)
         self.completions = Completions(config.home / "samples" if config.resume else None)
         adapters = AdapterCaches(home, files, access)
         saves = Saves(home, files, ledger, access, activity, adapters, disk)
@@ -136,18 +138,21 @@ class Service:
             [traces, *observers],
         )  # fmt: skip
         self._losses = losses = CustomLosses(ledger, home, access, models, futures)
-        self.sessions = sessions = Sessions(config, ledger, access, activity, models, self.runs)
+        self.sessions = sessions = Sessions(config, ledger, access, activity, models, self.runs, self.flush)
         self.checkpoints = checkpoints = Checkpoints(ledger, home, disk, access, activity, archives, files)
         imports = Imports(ledger, home, files, access, activity, models)
+        listing = RunListing(config, ledger, access, activity, models, self.runs, metrics)
+        upkeep = RunUpkeep(ledger, home, disk, access, activity, self.runs, metrics, checkpoints, files)
         self.billing = billing = Billing(ledger, activity)
         capabilities = Capabilities(config, models, server is not None)
         methods: list[Method] = [
             sessions.create_session, sessions.session_heartbeat, sessions.finish_session,
             sessions.list_sessions, sessions.get_session, sessions.assign_session_project,
             sessions.search_sessions, traces.export_session_trace, metrics.get_run_metrics,
+            metrics.log_run_metrics, upkeep.update_run, upkeep.delete_run,
             training.create_model, training.load_weights, training.forward, training.forward_backward,
-            training.optim_step, training.unload_model, training.get_info, training.get_training_run,
-            training.list_training_runs, losses.create_custom_loss, samplers.sample, imports.upload_weights,
+            training.optim_step, training.unload_model, listing.get_info, listing.get_training_run,
+            listing.list_training_runs, losses.create_custom_loss, samplers.sample, imports.upload_weights,
             samplers.create_sampling_session, samplers.join_sampling_session, samplers.get_sampler,
             self.delete_session, self.retrieve_future, self.retrieve_futures, self.cancel_future,
             checkpoints.get_weights_info, checkpoints.copy_weights, checkpoints.list_checkpoints,
@@ -211,13 +216,18 @@ class Service:
             await asyncio.gather(self._upkeep, return_exceptions=True)
         await self.samplers.stop()
         await self.runs.stop()
-        self.activity.flush()
+        self.flush()
         self.disk.close()
         self.completions.close()
         self.archives.clear()
         await self.models.close()
         self.ledger.close()
         self.home.unlock()
+
+    def flush(self) -> None:
+        """Write what is collected in memory to the ledger."""
+        self.activity.flush()
+        self.metrics.flush()
 
     async def call(self, op: Op[Any, Any], request: Any, caller: Caller) -> Any:
         """Do one operation."""
@@ -347,7 +357,7 @@ class Service:
     async def tick(self, *, thorough: bool = True) -> None:
         """One round: drop what expired, evict what lapsed, delete the files of sessions that ended."""
         self.activity.check_clocks()
-        self.activity.flush()
+        self.flush()
         self.expire_results(time.monotonic())
         await self.checkpoints.expire()
         await self.runs.evict_idle(self.sessions.lapsed())

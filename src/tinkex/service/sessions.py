@@ -9,8 +9,10 @@ import json
 import time
 import uuid
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ class Sessions:
     _activity: Activity
     _models: ServedModels
     _runs: RunManager
+    _flush: Callable[[], None]  # what is collected in memory, to the ledger
     _started: float = field(default_factory=time.time, init=False)
     ended: set[str] = field(default_factory=set[str], init=False)  # whose runs and samplers are to be deleted
 
@@ -65,7 +68,7 @@ class Sessions:
         self._access.session(request.session_id, caller, to_use=True)
         status = types.ClientSessionFinished(reason=request.reason, detail=request.detail)
         self._end(request.session_id, status)
-        self._activity.flush()  # in embedded mode nothing may come after this
+        self._flush()  # in embedded mode nothing may come after this
 
     def cancel(self, row: SessionRow, why: str) -> None:
         """End a session that is not over yet."""
@@ -204,6 +207,11 @@ class SessionTraces:
     def _add(self, session_id: str, event: TraceEvent) -> None:
         if session_id:
             self._traces[session_id].append(event)
+
+    def latest(self, session_id: str, run_id: str, most: int) -> list[TraceEvent]:
+        """The last requests of a run, and the samples of its session."""
+        events = reversed(self._traces.get(session_id, ()))
+        return [*islice((e for e in events if e[1] == run_id or e[0] == "sample"), most)][::-1]
 
     def forget(self, session_id: str) -> None:
         self._traces.pop(session_id, None)

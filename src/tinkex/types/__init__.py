@@ -45,9 +45,10 @@ _NAMES = {
     "tinkex.types.training": """
         CreateCustomLossRequest CreateCustomLossResponse CreateModelRequest CreateModelResponse
         CustomLossGraph CustomLossInput CustomLossInputRank CustomLossNode CustomLossNodeOp
-        ForwardBackwardRequest ForwardRequest GetInfoRequest
-        GetInfoResponse GetTrainingRunRequest ListTrainingRunsRequest ModelData OptimStepRequest
+        DeleteRunRequest ForwardBackwardRequest ForwardRequest GetInfoRequest GetInfoResponse
+        GetTrainingRunRequest ListTrainingRunsRequest LogRunMetricsRequest ModelData OptimStepRequest
         OptimStepResponse TrainingRun TrainingRunsResponse UnloadModelRequest UnloadModelResponse
+        UpdateRunRequest
     """,
     "tinkex.types.sampling": """
         CreateSamplingSessionRequest CreateSamplingSessionResponse GetSamplerRequest GetSamplerResponse

@@ -170,6 +170,23 @@ class GetTrainingRunRequest(RequestModel):
     access_scope: AccessScope = "owned"
 
 
+class LogRunMetricsRequest(RequestModel):  # our extension
+    training_run_id: str
+    metrics: dict[Annotated[str, Field(min_length=1, max_length=120)], float] = Field(max_length=200)
+    step: Count | None = None  # None: the number of steps taken so far
+
+
+class UpdateRunRequest(RequestModel):  # our extension; what is None stays as it is
+    training_run_id: str
+    name: RunName | None = None
+    tags: RunTags | None = None
+
+
+class DeleteRunRequest(RequestModel):  # our extension
+    training_run_id: str
+    checkpoints: bool = False  # delete its checkpoints too; else it must have none
+
+
 class CustomLossInput(RequestModel):
     """A parameter of a custom loss: "logprobs" first, then keys of loss_fn_inputs."""
 

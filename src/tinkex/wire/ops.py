@@ -115,6 +115,9 @@ LIST_TRAINING_RUNS = Op(t.ListTrainingRunsRequest, t.TrainingRunsResponse, "GET"
 GET_TRAINING_RUN = Op(t.GetTrainingRunRequest, t.TrainingRun, "GET", _RUN)
 # Our extension: JSON lines, one per step
 GET_RUN_METRICS = Op(t.GetTrainingRunRequest, bytes, "GET", f"{_RUN}/metrics")
+LOG_RUN_METRICS = Op(t.LogRunMetricsRequest, NoneType, "POST", f"{_RUN}/metrics")  # our extension, as:
+UPDATE_RUN = Op(t.UpdateRunRequest, NoneType, "PUT", _RUN)
+DELETE_RUN = Op(t.DeleteRunRequest, NoneType, "DELETE", _RUN)
 
 # Checkpoints
 SAVE_WEIGHTS = _with_future(t.SaveWeightsRequest, t.SaveWeightsResponse)

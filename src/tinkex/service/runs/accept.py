@@ -3,7 +3,7 @@
 A request is acknowledged only once the journal holds it, and executed only then: on the disk, where a power
 cut must be survived. One with wrong content is accepted and its future fails (a 4xx leaves official clients
 stuck); an unknown or foreign run is a 4xx, and so is any other refusal, which uses up its seq id, over a
-restart too. Also answers what is known of runs. Knows nothing of HTTP.
+restart too. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from tinkex.service.access import Access, scope_of
+from tinkex.service.access import Access
 from tinkex.service.activity import Activity
-from tinkex.service.checkpoints import check_save, shown
+from tinkex.service.checkpoints import check_save
 from tinkex.service.config import ServiceConfig
 from tinkex.service.futures import Futures, failure
 from tinkex.service.group_commit import GroupCommit
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
-from tinkex.service.rows import CheckpointRow, RunRow, texts
+from tinkex.service.rows import CheckpointRow, RunRow
 from tinkex.service.runs.execution import LARGE_PASS, MANY_DATUMS, REFUSED, Unreadable, tokens_of
 from tinkex.service.runs.journal import JournalEntry, JournalFullError
 from tinkex.service.runs.lifecycle import Run, RunState
@@ -35,14 +34,13 @@ from tinkex.service.runs.manager import RunManager
 from tinkex.service.scheduler import Verdict
 from tinkex.service.served_models import ServedModels
 from tinkex.types import training
-from tinkex.types.checkpoints import Cursor, LoadWeightsRequest
+from tinkex.types.checkpoints import LoadWeightsRequest
 from tinkex.types.data import EncodedTextChunk, ForwardBackwardInput
 from tinkex.types.futures import UntypedAPIFuture
 from tinkex.types.losses import LOSSES, unknown_loss
 from tinkex.types.params import AdamParams, LoraConfig
 from tinkex.types.training import ForwardBackwardRequest
 
-RUNNING_SECONDS = 60.0  # without a request, before a run counts as idle
 MANY_CHUNKS = 1024  # from which a pass is digested and journaled on a thread
 T = TypeVar("T")
 
@@ -227,100 +225,6 @@ class TrainingRequests:
         future.mark = self.disk.mark()
         self.runs.schedule(run, entry, future)
         return UntypedAPIFuture(entry.request_id, run.id)
-
-    # -- what is known of runs ---------------------------------------------------------------------------
-
-    async def get_info(self, request: training.GetInfoRequest, caller: Caller) -> training.GetInfoResponse:
-        row = self.access.run(request.model_id, caller)
-        model = self.models.find(row.base_model)
-        engine = await model.load()
-        tokenizer = await asyncio.to_thread(model.tokenizer_dir) if caller.same_machine else None
-        data = training.ModelData(
-            arch=engine.info.arch,
-            model_name=row.base_model,
-            tokenizer_id=None if tokenizer is None or ":" in str(tokenizer) else str(tokenizer),
-        )
-        return training.GetInfoResponse(
-            model_id=row.run_id,
-            model_data=data,
-            is_lora=True,
-            lora_rank=row.lora.rank,
-            model_name=row.base_model,
-        )
-
-    async def get_training_run(
-        self, request: training.GetTrainingRunRequest, caller: Caller
-    ) -> training.TrainingRun:
-        return self._shown([self.access.run(request.training_run_id, caller)])[0]
-
-    async def list_training_runs(
-        self, request: training.ListTrainingRunsRequest, caller: Caller
-    ) -> training.TrainingRunsResponse:
-        scope, limit, offset = scope_of(caller, request.access_scope), request.limit, request.offset
-        page = self.ledger.runs(scope, limit=limit, offset=offset, project_id=request.project_id)
-        cursor = Cursor(offset=offset, limit=limit, total_count=page.total)
-        return training.TrainingRunsResponse(training_runs=self._shown(page.rows), cursor=cursor)
-
-    def _shown(self, rows: list[RunRow]) -> list[training.TrainingRun]:
-        self.activity.flush()  # last_request_time is among what it writes
-        latest = self.ledger.latest_checkpoints([row.run_id for row in rows], time.time())
-        checkpoints = {key: shown(row) for key, row in latest.items()}
-        return [
-            training.TrainingRun(
-                training_run_id=row.run_id,
-                base_model=row.base_model,
-                model_owner=row.owner,
-                is_lora=True,
-                corrupted=row.corrupted,
-                lora_rank=row.lora.rank,
-                last_request_time=datetime.fromtimestamp(row.last_request_at, UTC),
-                last_checkpoint=checkpoints.get((row.run_id, "weights")),
-                last_sampler_checkpoint=checkpoints.get((row.run_id, "sampler_weights")),
-                user_metadata=texts(row.user_metadata) or None,
-                status=status,
-                status_reason=reason,
-                name=row.name or None,
-                tags=row.tags or None,
-                steps=row.steps,
-                tokens=row.tokens,
-            )
-            for row in rows
-            for status, reason in [self._status(row)]
-        ]
-
-    def _status(self, row: RunRow) -> tuple[training.RunStatus, str | None]:
-        """Whether a run failed, was interrupted, is over or goes on; and why."""
-        session = self.ledger.session(row.session_id)
-        seen = self.activity.seen.get(row.session_id, 0.0 if session is None else session.last_seen_at)
-        return run_status(row, seen, self.config.session_lapse, busy=self.runs.is_busy(row.run_id))
-
-
-def run_status(
-    row: RunRow, seen_at: float, lapse: float, *, busy: bool = False
-) -> tuple[training.RunStatus, str | None]:
-    """A run's state in one word, and why; `busy`: it has requests that are not done."""
-    if row.corrupted:
-        return "failed", row.problem or None
-    if row.ended:
-        return row.ended, row.ended_why or None
-    now = time.time()
-    if busy or now - row.last_request_at < RUNNING_SECONDS:
-        return "running", None
-    if now - seen_at > lapse:
-        return "interrupted", f"its client was last heard of {since(now - seen_at)} ago"
-    return "idle", f"its client has sent nothing for {since(now - row.last_request_at)}"
-
-
-def since(seconds: float) -> str:
-    """A length of time in words.
-
-    >>> since(150), since(30), since(7200)
-    ('2 min', '30 s', '2 h')
-    """
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit}"
-    return f"{max(0, int(seconds))} s"
 
 
 def _failing(request: ForwardBackwardRequest, why: str) -> Unreadable:

@@ -62,6 +62,14 @@ class RunManager:
         """Has it requests that are not done?"""
         return (run := self._runs.get(run_id)) is not None and not run.idle
 
+    def busy(self) -> list[str]:
+        return [run.id for run in self._runs.values() if not run.idle]
+
+    def order(self, model: ServedModel) -> tuple[list[str], list[str]]:
+        """The runs on a trainer that are executed at this moment, and those whose requests wait."""
+        loop = self._loops.get(model)
+        return ([], []) if loop is None else loop.scheduler.order()
+
     def queue_depths(self) -> list[tuple[str, int]]:
         """Requests accepted and not begun, by base model."""
         depths = Counter[str]()

@@ -1,0 +1,185 @@
+"""The console in a real browser, while a real model trains on a real server."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.server.browser import Tab, chromium, until
+from tests.server.served import MODEL, Serve
+from tinkex import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+KEY = "tml-local"
+SHOTS = os.environ.get("TINKEX_SCREENSHOTS")  # where pictures for the documentation go, if anywhere
+EVIL = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    served = Serve(tmp_path_factory.mktemp("browser"))
+    yield served
+    served.terminate(30)
+
+
+class Trainer:
+    """A script that trains until it is told to stop: a policy gradient on its own samples."""
+
+    def __init__(self, service: ServiceClient, name: str) -> None:
+        self.run: TrainingClient = service.create_lora_training_client(MODEL, rank=4, name=name, tags=["rl"])
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+
+    def step(self, number: int) -> None:
+        data = [
+            Datum(ModelInput.from_ints([5, 6, 7]),
+                  {"target_tokens": [6, 7, 8], "logprobs": [0.0, -3.0, -3.0], "advantages": [0.0, a, a]})
+            for a in (1.0, -0.5)
+        ]  # fmt: skip
+        self.run.forward_backward(data, "importance_sampling")
+        self.run.optim_step(AdamParams(learning_rate=1e-3)).result(60)
+        self.run.log({"reward": 1 - 1 / (1 + number)}).result(60)
+
+    def _train(self) -> None:
+        number = 0
+        while not self._stop.wait(0.2):
+            self.step(number := number + 1)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def trainers(server: Serve) -> Iterator[list[Trainer]]:
+    service = ServiceClient(base_url=server.url, api_key=KEY)
+    both = [Trainer(service, "grpo on gsm8k"), Trainer(service, f"evil {EVIL}")]
+    yield both
+    for one in both:
+        one.stop()
+
+
+@pytest.fixture(params=["wide", "narrow", "dark"])
+def tab(request: pytest.FixtureRequest, browser: Any, server: Serve) -> Iterator[Tab]:
+    size, scheme = ("narrow", "light") if request.param == "narrow" else ("wide", request.param)
+    opened = Tab(browser, server.url, size, "dark" if scheme == "dark" else "light")
+    opened.log_in(KEY)
+    yield opened
+    opened.page.context.close()
+
+
+def finish(tab: Tab, name: str) -> None:
+    tab.check()
+    if SHOTS:
+        tab.page.screenshot(path=Path(SHOTS) / f"{name}-{tab.look}.png", full_page=True)
+
+
+def test_the_list_of_runs_is_searched_as_one_types(tab: Tab, trainers: list[Trainer]) -> None:
+    page = tab.go("/console/runs")
+    page.wait_for_selector("table.runs tbody tr:nth-child(2)")
+    assert page.locator("table.runs tbody").inner_text().count("running") == 2
+    finish(tab, "runs")
+    page.fill("#q", "gsm8k")
+    expect(page.locator("table.runs tbody tr")).to_have_count(1)
+    assert "q=gsm8k" in page.url
+    page.fill("#q", EVIL)
+    expect(page.locator("table.runs tbody th a").first).to_contain_text("<img")
+    page.fill("#q", "nothing is called so")
+    page.wait_for_selector("text=No run matches")
+    tab.check()
+
+
+def test_a_runs_curves_grow_while_it_is_watched(tab: Tab, trainers: list[Trainer]) -> None:
+    run = trainers[0].run
+    page = tab.go(f"/console/runs/{run.model_id}")
+    page.wait_for_selector("figure canvas")
+    page.wait_for_selector("text=live")
+    titles = page.locator("figcaption").all_inner_texts()
+    for wanted in ("Loss", "reward", "KL sampler", "Entropy", "Gradient norm", "Learning rate", "Tokens per"):
+        assert any(title.startswith(wanted) for title in titles), (wanted, titles)
+    steps = page.locator("#state dd").first
+    before = int(steps.inner_text())
+    reward = page.locator("figcaption", has_text="reward").locator("span")
+    first = reward.inner_text()
+    until(lambda: int(steps.inner_text()) > before + 3)
+    until(lambda: reward.inner_text() != first)
+    finish(tab, "run")
+
+
+def test_curves_are_zoomed_smoothed_and_drawn_by_time(tab: Tab, trainers: list[Trainer]) -> None:
+    page = tab.go(f"/console/runs/{trainers[0].run.model_id}")
+    page.wait_for_selector("figure canvas")
+    page.locator("#smoothing").fill("0.8")
+    page.check("#log-x")
+    page.select_option("#x-axis", "time")
+    page.wait_for_selector("figure canvas")
+    page.select_option("#x-axis", "step")
+    page.uncheck("#log-x")
+    page.wait_for_selector("figure canvas")
+    box = page.locator("figure .u-over").first.bounding_box()
+    page.locator("figure").first.scroll_into_view_if_needed()
+    box = page.locator("figure .u-over").first.bounding_box()
+    with page.expect_response(lambda r: "low=" in r.url and r.status == 200):
+        page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 60, steps=5)
+        page.mouse.up()
+    with page.expect_response(lambda r: "/curves" in r.url and "low=" not in r.url):
+        page.click("#reset-zoom")
+    tab.check()
+
+
+def test_runs_are_compared_from_the_list(tab: Tab, trainers: list[Trainer]) -> None:
+    page = tab.go("/console/runs")
+    for box in page.locator("table.runs tbody input[type=checkbox]").all():
+        box.check()
+    page.click("text=Compare the selected")
+    page.wait_for_selector("figure canvas")
+    assert page.url.count("run=") == 2
+    assert page.locator("figure", has_text="reward").locator(".legend span").count() == 2
+    assert "lora.seed" in page.locator("tr.differs").all_inner_texts()[0]
+    finish(tab, "compare")
+
+
+def test_a_run_is_renamed_and_tagged_with_the_keyboard(tab: Tab, trainers: list[Trainer]) -> None:
+    run = trainers[1].run
+    page = tab.go(f"/console/runs/{run.model_id}")
+    page.focus("#name")
+    page.keyboard.press("Control+A")
+    page.keyboard.type(f"evil {EVIL} {tab.look}")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Control+A")
+    page.keyboard.type(f"a, {EVIL}")
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_have_text(f"evil {EVIL} {tab.look}")
+    assert page.locator("main img").count() == 0
+    assert page.locator(".title .tag").all_inner_texts() == ["a", EVIL]
+    tab.check()
+
+
+def test_the_login_and_the_way_out(browser: Any, server: Serve) -> None:
+    tab = Tab(browser, server.url)
+    tab.page.goto(f"{server.url}/console/runs?q=x")
+    assert tab.page.input_value("#key") == "tml-local"
+    tab.check()
+    tab.page.click("main button")
+    tab.page.wait_for_url("**/console/runs?q=x")
+    tab.page.click("text=Log out")
+    tab.page.wait_for_url("**/console/login")
+    tab.go("/console/runs")
+    assert "/console/login" in tab.page.url
+    assert tab.problems == []

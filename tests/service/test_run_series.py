@@ -1,0 +1,108 @@
+"""Metric files as columns: what is read while they are written, and what a picture of them keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tinkex.service.run_series import LOGGED, STEPS, Mark, RunSeries, View, downsample, last_step, merged
+
+
+def write(directory: Path, file: str, *lines: dict[str, float], end: str = "\n") -> None:
+    directory.mkdir(exist_ok=True)
+    with open(directory / file, "a") as out:
+        out.write("\n".join(map(json.dumps, lines)) + end)
+
+
+def test_a_reader_sees_each_line_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+    series = RunSeries()
+    assert series.read(tmp_path)[0] == {}
+    write(tmp_path, STEPS, {"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "kl": 0.5})
+    curves, mark, anew = series.read(tmp_path)
+    assert anew
+    assert (curves["loss"].x.tolist(), curves["loss"].y.tolist()) == ([1, 2], [3, 2])
+    assert (curves["kl"].x.tolist(), curves["kl"].y.tolist()) == ([2], [0.5])
+    write(tmp_path, STEPS, {"step": 3, "loss": 1.0}, end="")
+    curves, mark, anew = series.read(tmp_path, mark)
+    assert (curves, anew) == ({}, False)
+    write(tmp_path, STEPS, end="\n")
+    curves, mark, anew = series.read(tmp_path, mark)
+    assert not anew
+    assert curves["loss"].y.tolist() == [1.0]
+    assert series.read(tmp_path, mark)[0] == {}
+
+
+def test_a_file_that_was_thinned_out_is_read_anew(tmp_path: Path) -> None:
+    series = RunSeries()
+    write(tmp_path, STEPS, *({"step": n, "loss": float(n)} for n in range(10)))
+    _, mark, _ = series.read(tmp_path)
+    part = tmp_path / "part"
+    part.write_text("".join(f'{{"step": {n}, "loss": {n}.0}}\n' for n in range(1, 10, 2)))
+    part.replace(tmp_path / STEPS)
+    write(tmp_path, STEPS, {"step": 10, "loss": 10.0})
+    curves, _, anew = series.read(tmp_path, mark)
+    assert anew
+    assert curves["loss"].x.tolist() == [1, 3, 5, 7, 9, 10]
+
+
+def test_what_is_damaged_or_skipped_or_no_number_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, STEPS, {"step": 1, "loss": 1.0}, {"step": 1, "skipped": 1.0, "loss": 9.0})
+    with open(tmp_path / STEPS, "a") as out:
+        out.write('nonsense\n[1]\n{"step": 2, "loss": "high", "kl": 1}\n')
+    curves = RunSeries().read(tmp_path)[0]
+    assert curves["loss"].x.tolist() == [1]
+    assert curves["kl"].x.tolist() == [2]
+
+
+def test_what_a_client_logged_is_a_curve_too(tmp_path: Path) -> None:
+    write(tmp_path, STEPS, {"step": 1, "time": 5.0, "loss": 1.0}, {"step": 2, "time": 6.0, "loss": 0.5})
+    write(tmp_path, LOGGED, {"step": 2, "time": 6.5, "reward": 0.7}, {"step": 9, "time": 7.0, "reward": 0.8})
+    series = RunSeries()
+    curves = series.read(tmp_path, by_time=True)[0]
+    assert curves["reward"].x.tolist() == [6.5, 7.0]
+    assert series.last(tmp_path) == {"step": 2, "time": 7.0, "loss": 0.5, "reward": 0.8}
+    lines = [json.loads(line) for line in merged(tmp_path).splitlines()]
+    assert lines[1] == {"step": 2, "time": 6.0, "loss": 0.5, "reward": 0.7}
+    assert lines[2] == {"step": 9, "time": 7.0, "reward": 0.8}
+    assert last_step(tmp_path) == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_picture_keeps_the_least_and_the_greatest_of_every_pixel(seed: int) -> None:
+    rng = random.Random(seed)
+    count, pixels = rng.randrange(2000, 5000), 100
+    x = np.sort(np.array([rng.uniform(0, 1000) for _ in range(count)]))
+    y = np.array([rng.gauss(0, 1) for _ in range(count)])
+    y[rng.randrange(count)] = 1e6  # a spike of one step
+    curve = downsample(x, y, View(pixels=pixels))
+    assert len(curve.x) <= 2 * pixels
+    for pixel in range(pixels):
+        low = x[0] + (x[-1] - x[0]) * pixel / pixels
+        high = x[0] + (x[-1] - x[0]) * (pixel + 1) / pixels
+        high = math.inf if pixel == pixels - 1 else high
+        inside = [v for u, v in zip(x, y, strict=True) if low <= u < high]
+        shown = [float(v) for u, v in zip(curve.x, curve.y, strict=True) if low <= u < high]
+        assert shown == pytest.approx([min(inside), max(inside)], rel=1e-6)
+
+
+def test_a_part_of_a_curve_is_shown_as_finely_as_it_is(tmp_path: Path) -> None:
+    x = np.arange(100_000.0)
+    part = downsample(x, np.sin(x), View(500, 599))
+    assert part.x.tolist() == list(range(500, 600))
+    back = downsample(np.array([1.0, 2, 3, 2, 3]), np.array([1.0, 2, 3, math.nan, 5]), View())
+    assert (back.x.tolist(), back.y.tolist()) == ([1, 2, 3, 3], [1, 2, 3, 5])
+
+
+def test_many_readers_may_be_at_different_places(tmp_path: Path) -> None:
+    series = RunSeries()
+    write(tmp_path, STEPS, {"step": 1, "loss": 1.0})
+    _, early, _ = series.read(tmp_path)
+    write(tmp_path, STEPS, {"step": 2, "loss": 2.0})
+    series.read(tmp_path, early)
+    assert series.read(tmp_path, early)[0]["loss"].y.tolist() == [2.0]
+    assert series.read(tmp_path, Mark())[0]["loss"].y.tolist() == [1.0, 2.0]
