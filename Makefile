@@ -12,7 +12,7 @@ COOKBOOK := 0.5.8
 TORCH_OPTIONS = $$($(@D)/bin/python .ci/torch_index.py)
 FAST := not slow and not gpu and not compat and not browser
 
-.PHONY: help setup check test test-again test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env power-cuts bench bench-engine bench-server bench-line bench-trl bench-fairness proto clean
+.PHONY: help setup check test test-again test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env kills power-cuts bench bench-engine bench-server bench-line bench-cluster bench-trl bench-fairness proto clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -96,6 +96,9 @@ cookbook-env: .venv-cookbook/source/.ready .venv-cookbook-tinkex/.ready  ## the 
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(CLIENT_PIP) install -q -c $< openai
 	touch $@
+
+kills: setup  ## kill trainers, samplers, Ray nodes and the server 100 times: losses and weights stay the same
+	$(BIN)/python -m tests.cluster.kills --kills 100 $(ARGS)
 
 power-cuts: setup  ## drop unsynced writes at 1,000 random moments: nothing acknowledged may be lost
 	$(BIN)/python -m tests.service.power_cut --cuts 1000 $(ARGS)

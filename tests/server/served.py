@@ -22,15 +22,17 @@ ROOT = Path(__file__).parents[2]
 class Serve:
     """A server process at one address, over one home."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *options: str, placed: str = "") -> None:
+        """`options` of `tinkex serve`; `placed` follows the model, as `,trainers=2`."""
         self.home = directory / "home"
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [
             sys.executable, "-m", "tinkex.cli", "serve",
-            "--model", f"{MODEL}={tiny_model(directory, 'qwen3')}",
+            "--model", f"{MODEL}={tiny_model(directory, 'qwen3')}{placed}",
             "--port", str(self.port), "--home", str(self.home), "--device", "cpu", "--drain", "0.5",
+            *options,
         ]  # fmt: skip
         self.start()
 
@@ -48,6 +50,10 @@ class Serve:
                 threading.Thread(target=said.extend, args=(self._process.stdout,), daemon=True).start()
                 return
         pytest.fail(f"the server did not start:\n{''.join(said)}")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def kill(self) -> None:
         os.kill(self._process.pid, signal.SIGKILL)
