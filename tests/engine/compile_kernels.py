@@ -16,9 +16,12 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tinkex.engine.cuda import (
+    delta_gradients,
+    delta_kernels,
     elementwise,
     expert_kernels,
     fused_projection,
+    gated_heads,
     invariant_product,
     launch,
     lora_gradients,
@@ -28,6 +31,7 @@ from tinkex.engine.cuda import (
 )
 from tinkex.engine.cuda import lora_kernels as lora
 from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters
+from tinkex.engine.torch.models.architecture import DeltaConfig
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED = 232_448  # bytes of shared memory on Hopper
@@ -60,6 +64,7 @@ def lora_of(rows: int, tile: int, count: int, invariant: bool) -> None:
         (5, 1024, [2048, 1024, 1024]),
         (9, 1024, [3072, 3072]),
         (13, 3072, [1024]),
+        (17, 1024, [1024, 1024, 2048, 2048]),
     ):
         at = SiteAdapters(table, tiles, column, in_features, outs)
         x, y = some(rows, in_features), some(rows, sum(outs))
@@ -103,18 +108,57 @@ def logits_and_steps() -> None:
     token_kernels.draw(logits, fp32, ids, 151_669, ids, fp32, invariant=True)
     known, tiles, table = (some(512, 64), some(512, 64)), some(4, 40, dtype=INT32), some(40, 32, dtype=INT32)
     angles = (some(40, 64), some(40, 64))
-    token_kernels.begin(some(5, 40, dtype=INT64), ids, ids, ids, tiles, table, 16, known, angles)
+    token_kernels.begin(
+        some(token_kernels.ORDERS, 40, dtype=INT64), ids, ids, ids, tiles, table, 16, known, angles
+    )
+
+
+def delta_nets() -> None:
+    config, cpu = DeltaConfig(16, 32, 128, 128, 4), torch.device("cpu")
+    vectors = some(config.channels, 1, 4), some(32), some(32), some(128)
+    weights = delta_kernels.DeltaWeights(config, *vectors, 1e-6)
+    qkvz, rates = some(256, 12288), some(256, 64)
+    layout = delta_kernels.lay_out([100, 156], cpu)
+    pools = some(4, *config.state_shapes[0], dtype=FP32), some(4, *config.state_shapes[1], dtype=FP32)
+    for dtype in (INT32, INT64):
+        states = delta_kernels.SlotStates(*pools, some(256, dtype=dtype))
+        delta_kernels.mixed(qkvz, rates, weights, layout, states)
+        delta_kernels.step(qkvz, rates, weights, states)
+    delta_gradients.backward(some(256, 4096), qkvz, rates, weights, layout)
+
+
+def gated_attention() -> None:
+    shape, angles = gated_heads.HeadShape(16, 4, 256, True), (some(40, 32), some(40, 32))
+    norms, qkv = (some(256, dtype=FP32), some(256, dtype=FP32)), some(40, shape.width)
+    q, k, v, gate, rstd = gated_heads.split(qkv, *angles, shape, norms, 1e-6)
+    assert gate is not None
+    gated_heads.split_backward((q, k, v, gate), qkv, *angles, shape, norms, rstd)
+    gated_heads.gate_backward(gated_heads.gate(q, gate), q, gate)
+
+
+def wide_heads(groups: int) -> None:
+    """Heads of 256, four or eight of which share their keys."""
+    q, k, cpu = some(700, 16, 256), some(700, groups, 256), torch.device("cpu")
+    for lengths in ([300, 400], [100_000]):  # with slopes stored, and without
+        tiles = packed_attention.cut(lengths, cpu)
+        out, lse = packed_attention.forward(q, k, k, tiles, None)
+        packed_attention.backward(q, q, k, k, out, lse, tiles, None)
+    paged(groups, 256, None)
 
 
 def attention(window: int | None) -> None:
     q, k, tiles = some(700, 16, 128), some(700, 8, 128), packed_attention.cut([300, 400], torch.device("cpu"))
     out, lse = packed_attention.forward(q, k, k, tiles, window)
     packed_attention.backward(q, q, k, k, out, lse, tiles, window)
-    pool = some(64, 16 * 8 * 128)
+    paged(8, 128, window)
+
+
+def paged(groups: int, dim: int, window: int | None) -> None:
+    pool = some(64, 16 * groups * dim)
     for tokens, splits, exact, count in ((16, 1, 0, 44), (1, 1, 0, 256), (1, 1, 2048, 256), (1, 16, 0, 4)):
         cells, table = some(4, count, dtype=INT32), some(count, 32, dtype=INT32)
         queries = paged_attention.Queries(cells, table, tokens, splits, exact)
-        q, k = some(count, 16, 128), some(count, 8, 128)
+        q, k = some(count, 16, dim), some(count, groups, dim)
         paged_attention.attend(q, k, k, pool, pool, queries, some(count, dtype=INT64), 16, window)
 
 
@@ -159,4 +203,8 @@ if __name__ == "__main__":
         experts(tokens, 32, 128, 8)
     attention(None)
     attention(100)
+    wide_heads(4)
+    wide_heads(2)
+    delta_nets()
+    gated_attention()
     print(*sorted(compiled))

@@ -17,14 +17,13 @@ from tinkex.engine.torch.load import read_fields, tokenizer_size
 from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.transformers_model import load_transformers
-from tinkex.engine.torch.states import packed_states
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
 
 
 def through_transformers(path: Path) -> Decoder:
     """The decoder that a directory would be if `families` did not know it: an oracle with the same hooks."""
-    cpu = "cpu", torch.float32, "none", choose_backend("cpu", torch.float32, uniform=False)
+    cpu = "cpu", torch.float32, "none", choose_backend("cpu", torch.float32, kernels=False)
     return load_transformers(path, read_fields(path), tokenizer_size(path), *cpu)
 
 
@@ -41,7 +40,7 @@ def hidden(decoder: Decoder, data: list[list[int]], lora: LoraHook | None = None
     positions = torch.cat([torch.arange(n) for n in lengths])
     attend = PackedAttend(lengths, decoder.config.windows)
     tokens = torch.tensor([token for ids in data for token in ids])
-    states = packed_states(decoder.config, lengths, tokens.device)
+    states = decoder.backend.packed_states(decoder.config, lengths, tokens.device)
     return decoder(tokens, positions, attend, lora, states=states, **options)
 
 

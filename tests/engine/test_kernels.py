@@ -100,8 +100,9 @@ def test_swiglu():
 
 # -- adapters ----------------------------------------------------------------------------------------------
 
-QKV, DOWN = Site(0, "qkv"), Site(0, "down")
+QKV, DOWN, QKVZ = Site(0, "qkv"), Site(0, "down"), Site(1, "qkvz")
 SITES = {
+    QKVZ: (64, tuple(Part(name, n, "attn") for name, n in (("q", 16), ("k", 16), ("v", 48), ("z", 40)))),
     QKV: (64, (Part("q", 48, "attn"), Part("k", 16, "attn"), Part("v", 24, "attn"))),
     DOWN: (160, (Part("down", 64, "mlp"),)),
 }
@@ -113,7 +114,7 @@ def adapter(rank: int, seed: int, **flags: bool) -> Adapter:
     return one
 
 
-@pytest.mark.parametrize("site", [QKV, DOWN])
+@pytest.mark.parametrize("site", [QKV, DOWN, QKVZ])
 @pytest.mark.parametrize("by_rows", [False, True], ids=["by-inputs", "by-outputs"])
 @pytest.mark.parametrize("whole", [False, True], ids=["some", "all"])
 @pytest.mark.parametrize("lengths", [[3, 20, 1, 7], [40, 1, 600, 70]], ids=["few", "many"])

@@ -68,8 +68,20 @@ def logprobs_and_gradients(
     return logprobs, {run: grad.clone() for run, grad in grads.items() if grad is not None}
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize(("family", "padded"), [("mistral", False), ("qwen2", False), ("qwen3", True)])
+CASES = [("mistral", False), ("qwen2", False), ("qwen3", True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "padded", "invariant"),
+    [
+        *((*case, invariant) for case in CASES for invariant in (False, True)),
+        (
+            "qwen3_5_moe",
+            False,
+            False,
+        ),  # gated delta nets, gated and partly rotated attention, a shared expert
+    ],
+)
 def test_a_pass_is_the_plain_one(
     family: str, padded: bool, invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

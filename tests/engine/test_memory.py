@@ -15,7 +15,6 @@ from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.attend import PackedAttend
-from tinkex.engine.torch.states import packed_states
 from tinkex.types.params import LoraConfig
 
 CPU = torch.device("cpu")
@@ -35,7 +34,7 @@ def kept_bytes(path: Path, tokens: int, *, recompute: bool) -> tuple[int, int]:
         return tensor
 
     lora, attend = LoraBatch([adapter], [tokens], train=True), PackedAttend([tokens], decoder.config.windows)
-    states, ids = packed_states(decoder.config, [tokens], CPU), torch.arange(tokens) % 300
+    states, ids = decoder.backend.packed_states(decoder.config, [tokens], CPU), torch.arange(tokens) % 300
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         h = decoder(ids, torch.arange(tokens), attend, lora, states=states, checkpoint=recompute)
     assert h.requires_grad

@@ -69,8 +69,8 @@ class SiteMatrices:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """A kernel's arguments n0, n1, n2."""
-        return (*self.sizes, 0, 0)[:3]
+        """A kernel's arguments n0, n1, n2, n3."""
+        return (*self.sizes, 0, 0, 0)[:4]
 
     @cached_property
     def constants(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.cuda import attention_hooks, elementwise
+from tinkex.engine.cuda import attention_hooks, elementwise, gated_heads, recurrence
 from tinkex.engine.cuda import experts as routed
 from tinkex.engine.cuda import token_kernels as kernel
 from tinkex.engine.cuda.attention_hooks import KernelAttend, RaggedAttend
@@ -28,14 +28,18 @@ from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.continuous_batch import StepLimits
-from tinkex.engine.torch.hooks import ForwardContext
+from tinkex.engine.torch.hooks import ForwardContext, PartialProjection
 from tinkex.engine.torch.kv import KVCache, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
-from tinkex.engine.torch.models.architecture import ExpertsConfig
+from tinkex.engine.torch.models.architecture import ExpertsConfig, ModelConfig
+from tinkex.engine.torch.models.attention import Attention
 from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.models.delta_net import DeltaNet
 from tinkex.engine.torch.models.moe import ExpertMlp, Routing
+from tinkex.engine.torch.models.projection import total
 from tinkex.engine.torch.models.weights import UNEMBED
 from tinkex.engine.torch.next_tokens import Choice, scaled
+from tinkex.engine.torch.states import StateGroup, StatePool
 from tinkex.engine.torch.upload import to_device
 
 
@@ -80,6 +84,35 @@ class CudaBackend(Backend):
         if eager and lora.train and torch.is_grad_enabled():
             return routed.RoutedExperts.apply(x_TD, routing.weight_TK, lora._anchor, *given)  # type: ignore[return-value]
         return routed.forward(x_TD, routing.weight_TK, *given, keep=False)[0]
+
+    def split_heads(
+        self, attention: Attention, qkv: Tensor | PartialProjection, context: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        c, rope = attention.config, attention.rope
+        assert rope is not None
+        shape = gated_heads.HeadShape(c.heads, c.kv_heads, c.head_dim, c.gate)
+        norms = attention.norms() or (None, None)
+        eps, angles = attention.norm.eps, context.angles[rope]
+        found: Any = gated_heads.SplitHeads.apply(total(qkv), *angles, shape, *norms, eps)
+        return found if c.gate else (*found, None)
+
+    def gated_heads(self, o_THC: Tensor, gate_THC: Tensor) -> Tensor:
+        return gated_heads.GateHeads.apply(o_THC, gate_THC)  # type: ignore[return-value]
+
+    def mixed_delta(self, net: DeltaNet, qkvz: Tensor, rates: Tensor, states: Sequence[StateGroup]) -> Tensor:
+        (held,) = states
+        assert isinstance(held, recurrence.KernelStates)
+        return recurrence.mixed(net, qkvz, rates, held)
+
+    def packed_states(
+        self, config: ModelConfig, lengths: Sequence[int], device: torch.device
+    ) -> Sequence[StateGroup]:
+        return [recurrence.packed(lengths, device)] if config.state_shapes else []
+
+    def slot_states(
+        self, pool: StatePool, slots: Sequence[int], counts: Sequence[int]
+    ) -> Sequence[StateGroup]:
+        return [recurrence.of_slots(pool, slots, counts)]
 
     def expert_linear(self, x_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
         if x_NI.dtype != torch.bfloat16:
@@ -148,11 +181,11 @@ class CudaBackend(Backend):
         return logprobs_NV
 
     def captured_steps(
-        self, decoder: Decoder, cache: KVCache, limits: StepLimits
+        self, decoder: Decoder, cache: KVCache, limits: StepLimits, states: StatePool | None = None
     ) -> tuple[DecodePipeline, CapturedPrefill] | tuple[None, None]:
         """None for models with experts that no kernel serves: their steps need the host."""
         experts = (layer.mlp for layer in decoder.config.stack if isinstance(layer.mlp, ExpertsConfig))
         if not all(map(routed.serves, experts)):
             return None, None
-        graphs = DecodeGraphs(decoder, cache, limits.sequences, limits.context)
+        graphs = DecodeGraphs(decoder, cache, limits.sequences, limits.context, states)
         return DecodePipeline(graphs), CapturedPrefill(decoder, cache, limits, graphs)

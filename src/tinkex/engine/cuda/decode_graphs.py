@@ -27,11 +27,13 @@ from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, column_of, usable
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.cuda.expert_kernels import slots_of
+from tinkex.engine.cuda.recurrence import KernelStates
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.hooks import Frozen, LoraHook, PartialProjection, Site, Sites
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence, lora_of
+from tinkex.engine.torch.states import StatePool
 from tinkex.engine.torch.upload import fill
 
 # As measured on an H200:
@@ -119,8 +121,10 @@ class CapturedLora(LoraHook):
 class DecodeGraphs:
     """Captured steps over tensors that never move: the host fills `orders`, replays, and reads `results`."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, capacity: int, context: int) -> None:
-        self._decoder, self._cache, self.backend = decoder, cache, decoder.backend
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, capacity: int, context: int, states: StatePool | None = None
+    ) -> None:
+        self._decoder, self._cache, self.backend, self.states = decoder, cache, decoder.backend, states
         device = decoder.unembed_weight.device
         self.device, self.capacity, self.width = device, bucket(capacity), -(-context // PAGE)
 
@@ -156,7 +160,7 @@ class DecodeGraphs:
     def _capture(self, key: DecodeGraphKey) -> torch.cuda.CUDAGraph:
         # Compile kernels and allocate workspaces outside the graph. No row is active, so nothing is written.
         saved = self.orders.clone(), self.results.tokens.clone()
-        self.orders[3].fill_(-1)
+        self.orders[3:].fill_(-1)
         for _ in range(2):
             self._step(key)
         self.orders.copy_(saved[0])
@@ -203,7 +207,8 @@ class DecodeGraphs:
         queries = paged.Queries(cells, self.table, tile, splits, self.slots.min_split_keys)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
         lora = self.hook(self.slots, key.adapters, self.cells(key.adapters.tiles), key.rows)
-        h_BD = self._decoder(tokens, (cos, sin), attend, lora)
+        states = () if self.states is None else [KernelStates(None, self.states, self.orders[5, : key.rows])]
+        h_BD = self._decoder(tokens, (cos, sin), attend, lora, states=states)
         logits_BV, vocab = self._decoder.logits(h_BD, lora), self._decoder.config.vocab_size
         token_kernels.draw(logits_BV, self.temperature, self.orders[4], vocab, last, logprobs, invariant)
 
@@ -304,6 +309,7 @@ class DecodePipeline:
         orders[3, rows] = pages * PAGE + positions % PAGE
         keys = stream_keys(self._seed[rows], self._index[rows], positions + 1)
         orders[4, rows] = keys.view(np.int64)
+        orders[5, rows] = [-1 if s.slot is None else s.slot for s in sequences]
         graphs.orders.copy_(self._orders[turn], non_blocking=True)
         graphs.replay(self._key)
         results = self._results[turn]

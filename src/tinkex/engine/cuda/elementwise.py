@@ -50,7 +50,10 @@ def _norm(
         v = rounded.to(tl.float32) + lost.to(tl.float32)  # what later layers read
     r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
     tl.store(rstd + tl.program_id(0), r)
-    tl.store(y + place, (v * r).to(dtype).to(tl.float32) * w, mask=inside)
+    unit = v * r
+    if weight.dtype.element_ty != tl.float32:  # else the product alone is rounded
+        unit = unit.to(dtype).to(tl.float32)
+    tl.store(y + place, unit * w, mask=inside)
 
 
 @launched

@@ -36,6 +36,7 @@ from tinkex.engine.cuda.launch import (
 )
 from tinkex.engine.cuda.lora_kernels import (
     b_of,
+    expand,
     load_u,
     part_at,
     part_of_block,
@@ -119,7 +120,7 @@ def _sums(
 @launched
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _fused(
-    x, w, y, table, scales, cells, tiles, columns, column, K, n0, n1, n2,
+    x, w, y, table, scales, cells, tiles, columns, column, K, n0, n1, n2, n3,
     stride_x, stride_k, stride_n, stride_y, split_y,
     EVEN: tl.constexpr, ROUNDED: tl.constexpr, SPLITS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -132,7 +133,7 @@ def _fused(
     part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
     slot, start, count = tile_at(cells, tiles, tile)
     if count > 0:
-        width, before = part_at(part, n0, n1, n2, EVEN)
+        width, before = part_at(part, n0, n1, n2, n3, EVEN)
         dtype = x.dtype.element_ty
         m, n, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, RANK)
         row, col = (start + m).to(tl.int64), first + n
@@ -427,7 +428,8 @@ class DeferredExpand:
         return q, k, v
 
     def total(self) -> Tensor:
-        raise NotImplementedError("only qkv and gate-up are deferred")
+        expand(self.u_SMR, self.y_MO, self.adapters.b)
+        return self.y_MO
 
     addend = total
 

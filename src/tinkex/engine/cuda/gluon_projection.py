@@ -151,8 +151,8 @@ def _store(y, buffers, x, m, n, number: gl.constexpr):
 @launched
 @gluon.jit(do_not_specialize=["tiles", "column", "tiles_m", "tiles_n", "rounds"])
 def _project(
-    x, w, y, u, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, tiles_m, tiles_n, rounds,
-    TURNED: gl.constexpr, ROUNDED: gl.constexpr, MULTIPLE: gl.constexpr, STAGES: gl.constexpr,
+    x, w, y, u, table, scales, cells, tiles, columns, column, n0, n1, n2, n3, stride_u, tiles_m, tiles_n,
+    rounds, TURNED: gl.constexpr, ROUNDED: gl.constexpr, MULTIPLE: gl.constexpr, STAGES: gl.constexpr,
     STEP: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x.dtype
@@ -185,10 +185,12 @@ def _project(
     total = gl.zeros([ROWS, COLUMNS], gl.float32, sums)
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = _tile_at(tile, tiles_m, tiles_n, TOGETHER)
-        b0, b1 = gl.cdiv(n0, COLUMNS), gl.cdiv(n1, COLUMNS)
-        part = gl.where(n < b0, 0, gl.where(n < b0 + b1, 1, 2))
-        width = gl.where(part == 0, n0, gl.where(part == 1, n1, n2))
-        first = (n - gl.where(part == 0, 0, gl.where(part == 1, b0, b0 + b1))) * COLUMNS
+        b0 = gl.cdiv(n0, COLUMNS)
+        b1 = b0 + gl.cdiv(n1, COLUMNS)
+        b2 = b1 + gl.cdiv(n2, COLUMNS)
+        part = gl.where(n < b0, 0, gl.where(n < b1, 1, gl.where(n < b2, 2, 3)))
+        width = gl.where(part == 0, n0, gl.where(part == 1, n1, gl.where(part == 2, n2, n3)))
+        first = (n - gl.where(part == 0, 0, gl.where(part == 1, b0, gl.where(part == 2, b1, b2)))) * COLUMNS
         row = m * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, by_row))
         col = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, by_col))
         # one iteration between dependent loads, so that none waits for memory

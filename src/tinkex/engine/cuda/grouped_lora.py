@@ -276,12 +276,14 @@ def _weight_sizes(decoder: Decoder) -> list[int]:
 
 
 def matches_trainer(decoder: Decoder) -> bool:
-    """Whether captured steps are bitwise identical to the trainer: all weights are large, none has a bias.
+    """Whether captured steps are bitwise identical to the trainer: all weights are large, none has a bias,
+    and no layer is recurrent.
 
     An invariant decoder is so by other means.
     """
     config = decoder.config
     other = config.experts is not None or config.qkv_bias or config.o_bias or config.mlp_bias
+    other = other or bool(config.state_shapes)  # chunks and single steps round differently
     return not (decoder.backend.invariant or other) and min(_weight_sizes(decoder)) > fused.LARGE
 
 

@@ -21,7 +21,7 @@ from tinkex.engine.cuda.lora_kernels import PROGRAMS, adapter_at, part_at, part_
 @launched
 @triton.jit(do_not_specialize=["tiles", "column", "splits"])
 def _outer(
-    u, g, partial, table, scales, cells, tiles, columns, column, splits, n0, n1, n2, stride_u, stride_g,
+    u, g, partial, table, scales, cells, tiles, columns, column, splits, n0, n1, n2, n3, stride_u, stride_g,
     stride_partial, EVEN: tl.constexpr, VECTORS: tl.constexpr, MULTIPLE: tl.constexpr, PARTIAL: tl.constexpr,
     ATOMIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +35,7 @@ def _outer(
     slot, start, count, rank, address = adapter_at(table, cells, tiles, columns, column, tile, part, VECTORS)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     if (address != 0) & (tl.program_id(2) * BLOCK_M < rank * MULTIPLE):
-        width, before = part_at(part, n0, n1, n2, EVEN)
+        width, before = part_at(part, n0, n1, n2, n3, EVEN)
         n = first + tl.arange(0, BLOCK_N)
         have_m, have_n = m < rank * MULTIPLE, n < width
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -51,7 +51,7 @@ def _outer(
         out = matrix + m[:, None] * width + n[None, :]
         if PARTIAL:
             place = partial + (split * tiles + tile).to(tl.int64) * stride_partial + before
-            tl.store(place + m[:, None] * (n0 + n1 + n2) + n[None, :], grad, mask=have)
+            tl.store(place + m[:, None] * (n0 + n1 + n2 + n3) + n[None, :], grad, mask=have)
         elif ATOMIC:
             tl.atomic_add(out, grad, mask=have, sem="relaxed")
         else:
@@ -61,7 +61,7 @@ def _outer(
 @launched
 @triton.jit(do_not_specialize=["tiles", "column", "splits"])
 def _gather(
-    partial, table, scales, cells, tiles, columns, column, splits, n0, n1, n2, stride_partial,
+    partial, table, scales, cells, tiles, columns, column, splits, n0, n1, n2, n3, stride_partial,
     EVEN: tl.constexpr, VECTORS: tl.constexpr, MULTIPLE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -70,10 +70,10 @@ def _gather(
     part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
     _, _, _, rank, address = adapter_at(table, cells, tiles, columns, column, tile, part, VECTORS)
     if (address != 0) & (m < rank * MULTIPLE):
-        width, before = part_at(part, n0, n1, n2, EVEN)
+        width, before = part_at(part, n0, n1, n2, n3, EVEN)
         n = first + tl.arange(0, BLOCK_N)
         have_n = n < width
-        place = partial + tile.to(tl.int64) * stride_partial + m * (n0 + n1 + n2) + before + n
+        place = partial + tile.to(tl.int64) * stride_partial + m * (n0 + n1 + n2 + n3) + before + n
         total = tl.zeros((BLOCK_S, BLOCK_N), tl.float32)
         for first_split in range(0, splits, BLOCK_S):
             split = (first_split + tl.arange(0, BLOCK_S))[:, None]

@@ -68,10 +68,10 @@ def adapter_at(table, cells, tiles, columns, column, tile, part, VECTORS: tl.con
 
 
 @triton.jit
-def part_at(part, n0, n1, n2, EVEN: tl.constexpr):
+def part_at(part, n0, n1, n2, n3, EVEN: tl.constexpr):
     """The width of a part and the columns before it; EVEN: both are multiples of 16."""
-    width = tl.where(part == 0, n0, tl.where(part == 1, n1, n2))
-    before = tl.where(part == 0, 0, tl.where(part == 1, n0, n0 + n1))
+    width = tl.where(part == 0, n0, tl.where(part == 1, n1, tl.where(part == 2, n2, n3)))
+    before = tl.where(part == 0, 0, tl.where(part == 1, n0, tl.where(part == 2, n0 + n1, n0 + n1 + n2)))
     if EVEN:
         width, before = tl.multiple_of(width, 16), tl.multiple_of(before, 16)
     return width, before
@@ -80,9 +80,11 @@ def part_at(part, n0, n1, n2, EVEN: tl.constexpr):
 @triton.jit
 def part_of_block(block, n0, n1, n2, BLOCK: tl.constexpr):
     """The part that a block of output columns lies in, and its first column there."""
-    b0, b1 = tl.cdiv(n0, BLOCK), tl.cdiv(n1, BLOCK)
-    part = tl.where(block < b0, 0, tl.where(block < b0 + b1, 1, 2))
-    first = block - tl.where(part == 0, 0, tl.where(part == 1, b0, b0 + b1))
+    b0 = tl.cdiv(n0, BLOCK)
+    b1 = b0 + tl.cdiv(n1, BLOCK)
+    b2 = b1 + tl.cdiv(n2, BLOCK)
+    part = (block >= b0).to(tl.int32) + (block >= b1).to(tl.int32) + (block >= b2).to(tl.int32)
+    first = block - tl.where(part == 0, 0, tl.where(part == 1, b0, tl.where(part == 2, b1, b2)))
     return part, first * BLOCK
 
 
@@ -121,7 +123,7 @@ def b_of(where, part, width, at, col, have_n, DTYPE: tl.constexpr, VECTORS: tl.c
 @launched
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _shrink(
-    x, u, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_x, stride_u, stride_split,
+    x, u, table, scales, cells, tiles, columns, column, n0, n1, n2, n3, stride_x, stride_u, stride_split,
     EVEN: tl.constexpr, VECTORS: tl.constexpr, MULTIPLE: tl.constexpr, BLOCKS: tl.constexpr,
     SPLITS: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -135,7 +137,7 @@ def _shrink(
     part, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     _, start, count, rank, address = adapter_at(table, cells, tiles, columns, column, tile, part, VECTORS)
     if (count > inside) & (address != 0) & (block * BLOCK_N < rank * MULTIPLE):
-        width, before = part_at(part, n0, n1, n2, EVEN)
+        width, before = part_at(part, n0, n1, n2, n3, EVEN)
         matrix = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
         m, n = inside + tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N)
         row = (start + m).to(tl.int64)
@@ -157,7 +159,7 @@ def _shrink(
 @launched
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _expand(
-    u, base, y, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, split_u, stride_base,
+    u, base, y, table, scales, cells, tiles, columns, column, n0, n1, n2, n3, stride_u, split_u, stride_base,
     split_base, stride_y, EVEN: tl.constexpr, VECTORS: tl.constexpr, MULTIPLE: tl.constexpr,
     BASES: tl.constexpr, SPLITS: tl.constexpr, IN_PLACE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -175,7 +177,7 @@ def _expand(
     if IN_PLACE:
         work = work & (address != 0)
     if work:
-        width, before = part_at(part, n0, n1, n2, EVEN)
+        width, before = part_at(part, n0, n1, n2, n3, EVEN)
         dtype = y.dtype.element_ty
         matrix = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
         m, n = tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
@@ -206,7 +208,7 @@ def _expand(
 @launched
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _write(
-    u, y, table, scales, cells, tiles, columns, column, n0, n1, n2, stride_u, stride_split, stride_y,
+    u, y, table, scales, cells, tiles, columns, column, n0, n1, n2, n3, stride_u, stride_split, stride_y,
     EVEN: tl.constexpr, VECTORS: tl.constexpr, MULTIPLE: tl.constexpr, SPLITS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +220,7 @@ def _write(
     part, first = part_of_block(tl.program_id(0), n0, n1, n2, GROUP)
     slot, start, count, rank, address = adapter_at(table, cells, tiles, columns, column, tile, part, VECTORS)
     wide = tl.where(address != 0, rank, 0)
-    width, before = part_at(part, n0, n1, n2, EVEN)
+    width, before = part_at(part, n0, n1, n2, n3, EVEN)
     matrix = tl.multiple_of(address.to(tl.pointer_type(y.dtype.element_ty)), 16)
     m, at = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     row = (start + m).to(tl.int64)

@@ -310,6 +310,11 @@ def _backward_queries(
 # -- launching -----------------------------------------------------------------------------------------
 
 
+def _warps(head_dim: int) -> int:
+    """With fewer, sums of wide heads do not fit in registers."""
+    return 4 if head_dim <= 128 else 8
+
+
 def forward(
     q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, tiles: AttentionTiles, window: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -320,7 +325,7 @@ def forward(
     _forward[(h, count)](
         q_THC, k_TGC, v_TGC, out, lse, tiles.queries, count, tokens, c**-0.5 * LOG2E,
         H=h, G=g, C=c, WINDOW=window or 0, BLOCK_M=TILE, BLOCK_N=64,
-        BLOCK_C=max(16, power_of_2(c)), num_warps=4, num_stages=3,
+        BLOCK_C=max(16, power_of_2(c)), num_warps=_warps(c), num_stages=3 if c <= 128 else 2,
     )  # fmt: skip
     return out, lse
 
@@ -343,7 +348,7 @@ def backward(
     given = (q_THC, k_TGC, v_TGC, grad_THC, sums)
     _backward_keys[(g, tiles.keys.shape[1])](
         *given, slopes, grad_k, grad_v, tiles.keys, tiles.keys.shape[1], count, tiles.slopes, *scales,
-        **shape, WINDOW=window or 0, STORE=store, **blocks, num_warps=4, num_stages=2,
+        **shape, WINDOW=window or 0, STORE=store, **blocks, num_warps=_warps(c), num_stages=2,
     )  # fmt: skip
     if store:
         heads = 2 - h // g % 2  # that share their keys
@@ -354,6 +359,6 @@ def backward(
     else:
         _backward_queries[(h, count)](
             *given, grad_q, cells, count, *scales,
-            **shape, WINDOW=window or 0, **blocks, num_warps=4, num_stages=2,
+            **shape, WINDOW=window or 0, **blocks, num_warps=_warps(c), num_stages=2,
         )  # fmt: skip
     return grad_q, grad_k, grad_v

@@ -281,8 +281,10 @@ def _join(parts, lse, out, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.co
     tl.store(out + row * C + c, whole / tl.maximum(tl.sum(weights, 0), 1e-30), mask=c < C)
 
 
-def _loop(queries: Queries) -> tuple[int, int, int]:
-    """Keys of an iteration, warps, and stages: as measured on an H200."""
+def _loop(queries: Queries, head_dim: int, rows: int) -> tuple[int, int, int]:
+    """Keys of an iteration, warps, and stages, for so many rows of queries: as measured on an H200."""
+    if head_dim > 128:  # what fits in registers and shared memory
+        return (64 if queries.tokens > 1 and rows <= 64 else 32), 4 if queries.tokens == 1 else 8, 2
     if queries.tokens > 1:
         return 64, 4, 3
     return (32, 2, 2) if queries.splits > 1 and not queries.min_split_keys else (64, 2, 3)
@@ -312,13 +314,14 @@ def attend(
     if queries.tokens == 1 and count * g >= _MANY:
         _decode[(count, g)](
             *tensors, out, *seen, **shape, HEADS=max(8, heads), PAGES=4 if exact else 2, STAGES=2,
-            num_warps=2 if exact else 1, **PDL,
+            num_warps=(2 if exact else 1) * (1 if c <= 128 else 2), **PDL,
         )  # fmt: skip
         return out, lse[:, :, 0]
-    keys, warps, stages = _loop(queries)
+    heads = max(heads, 16 // queries.tokens)
+    keys, warps, stages = _loop(queries, c, queries.tokens * heads)
     _attend[(count, g, splits)](
         *tensors, parts, lse, *seen, **shape, SPLITS=splits, MIN_SPLIT=queries.min_split_keys,
-        TOKENS=queries.tokens, HEADS=max(heads, 16 // queries.tokens), KEYS=keys, num_warps=warps,
+        TOKENS=queries.tokens, HEADS=heads, KEYS=keys, num_warps=warps,
         num_stages=stages, **PDL,
     )  # fmt: skip
     if splits > 1:

@@ -23,8 +23,10 @@ from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda.adapter_table import usable
 from tinkex.engine.cuda.attention_hooks import KernelAttend, PagedLayout, layout_of, splits_for, tile_tokens
 from tinkex.engine.cuda.decode_graphs import DecodeGraphs
+from tinkex.engine.cuda.delta_kernels import CHUNK, ChunkLayout, cells_of
 from tinkex.engine.cuda.grouped_lora import AdapterSlots, SlotShape
 from tinkex.engine.cuda.launch import power_of_2
+from tinkex.engine.cuda.recurrence import KernelStates
 from tinkex.engine.torch.continuous_batch import StepLimits
 from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan
 from tinkex.engine.torch.lora import LoraBatch
@@ -49,6 +51,7 @@ class PrefillGraphKey(NamedTuple):
     tiles: int
     splits: int  # of their keys
     adapters: SlotShape = SlotShape()
+    sequences: int = 0  # whose recurrent states go on; 0: the model has none
 
     def serves(self, other: PrefillGraphKey) -> bool:
         """Whether this graph can serve a step of `other`, with padding rows and tiles."""
@@ -56,9 +59,15 @@ class PrefillGraphKey(NamedTuple):
         same = (self.tile, self.splits, mine.rows) == (other.tile, other.splits, theirs.rows)
         fits = self.rows >= other.rows and self.tiles >= other.tiles
         adapters_fit = mine.tiles >= theirs.tiles and mine.rank >= theirs.rank
+        fits = fits and self.sequences >= other.sequences
         return (
             same and fits and adapters_fit and mine.vectors <= theirs.vectors and mine.mixed >= theirs.mixed
         )
+
+    @property
+    def chunks(self) -> int:
+        """Of recurrent layers, at most."""
+        return self.sequences and self.rows // CHUNK + self.sequences
 
 
 def size(tokens: int) -> int:
@@ -76,9 +85,12 @@ def largest(parameters: int, tokens: int) -> int:
 
 
 def cut(orders: Numbers, key: PrefillGraphKey) -> list[Numbers]:
-    """Views of a step's orders: tokens, positions, slots, tiles, cells [rows, columns] each, and pages."""
-    parts, stop = [], 0
-    for rows, columns in (*[(1, key.rows)] * 3, (4, key.tiles), (6, key.adapters.tiles)):
+    """Views of a step's orders, [rows, columns] each, and the pages.
+
+    Tokens, positions, slots, tiles, cells, and of recurrent states the layout's two tensors and the slots.
+    """
+    parts, stop, recurrent = [], 0, ((4, key.chunks), (3, key.sequences), (1, key.sequences))
+    for rows, columns in (*[(1, key.rows)] * 3, (4, key.tiles), (6, key.adapters.tiles), *recurrent):
         start, stop = stop, stop + -(-rows * columns // 4) * 4  # each begins at a multiple of 16 bytes
         parts.append(orders[start : start + rows * columns].reshape(rows, columns))
     return [*parts, orders[stop:]]
@@ -86,10 +98,13 @@ def cut(orders: Numbers, key: PrefillGraphKey) -> list[Numbers]:
 
 def write_orders(
     orders: np.ndarray, key: PrefillGraphKey, tokens: np.ndarray, layout: PagedLayout,
-    placed: np.ndarray | None,
+    placed: np.ndarray | None, states: Sequence[np.ndarray] = (),
 ) -> int:  # fmt: skip
-    """Write a step into `orders`; returns the length used. Rows and tiles beyond the step do nothing."""
-    at_tokens, positions, slots, tiles, cells, pages = cut(orders, key)
+    """Write a step into `orders`; returns the length used. Rows and tiles beyond the step do nothing.
+
+    `states` are the cells of recurrent states, as `cut` has them.
+    """
+    at_tokens, positions, slots, tiles, cells, *recurrent, pages = cut(orders, key)
     used = len(orders) - len(pages) + len(layout.pages)
     assert used <= len(orders)
     orders[: len(orders) - len(pages)] = 0
@@ -101,6 +116,8 @@ def write_orders(
     if placed is not None:
         cells[:, : placed.shape[1]] = placed
         cells[3, placed.shape[1] :] = np.count_nonzero(placed[2])  # padding has no tile
+    for part, given in zip(recurrent, states, strict=False):
+        part[:, : given.shape[1]] = given
     pages[: len(layout.pages)] = layout.pages
     return used
 
@@ -116,7 +133,7 @@ class CapturedPrefill:
         self._slots = AdapterSlots(decoder, limits.sequences)
         self.min_split_keys = self._slots.min_split_keys
         # at most one tile of either kind for 16 rows and one for each sequence, before rounding up
-        room = 8 * self.rows + (16 + -(-limits.context // PAGE)) * limits.sequences
+        room = 8 * self.rows + (32 + -(-limits.context // PAGE)) * limits.sequences
         self._host = np.zeros(room, np.int32)
         self._orders = torch.zeros(room, dtype=torch.int32, device=weight.device)
         self._hidden = torch.zeros(self.rows, decoder.config.width, dtype=weight.dtype, device=weight.device)
@@ -128,10 +145,15 @@ class CapturedPrefill:
 
     @torch.inference_mode()
     def __call__(
-        self, tokens: np.ndarray, pieces: Sequence[TokenSpan], lora: LoraBatch | None
+        self,
+        tokens: np.ndarray,
+        pieces: Sequence[TokenSpan],
+        lora: LoraBatch | None,
+        states: Sequence[int] = (),
     ) -> Tensor | None:
         """The final hidden states [T, D] of the pieces' tokens, valid until the next call.
 
+        `states` are the slots of the pieces' recurrent states.
         None if no graph can serve them: too many tokens, or adapters that the kernels cannot read.
         """
         if size(len(tokens)) > self.rows or not (lora is None or usable({a for a, _, _ in lora.segments})):
@@ -141,8 +163,12 @@ class CapturedPrefill:
         rows, tile = size(len(tokens)), layout.tile
         tiles = power_of_2(len(pieces)) if tile == 1 else rows // tile + min(rows, self._sequences)
         splits = splits_for(len(pieces) * self._cache.heads, tile)
-        key = self._choose(PrefillGraphKey(rows, tile, tiles, splits, shape))
-        used = write_orders(self._host, key, tokens, layout, placed)
+        recurrent, sequences = (), 0
+        if states:
+            *laid, order = cells_of([piece.new for piece in pieces])
+            recurrent, sequences = [*laid, np.array(states)[None, order]], power_of_2(len(pieces))
+        key = self._choose(PrefillGraphKey(rows, tile, tiles, splits, shape, sequences))
+        used = write_orders(self._host, key, tokens, layout, placed, recurrent)
         fill(self._orders[:used], self._host[:used])
         self._run(key)
         return self._hidden[: len(tokens)]
@@ -185,8 +211,14 @@ class CapturedPrefill:
         return graph
 
     def _step(self, key: PrefillGraphKey) -> None:
-        tokens, positions, slots, tiles, cells, pages = cut(self._orders, key)
+        tokens, positions, slots, tiles, cells, chunks, sequences, held, pages = cut(self._orders, key)
         queries = paged.Queries(tiles, pages[:, None], key.tile, key.splits, self.min_split_keys)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots[0])
         lora = self._graphs.hook(self._slots, key.adapters, cells, key.rows)
-        self._hidden[: key.rows].copy_(self._decoder(tokens[0], positions[0], attend, lora))
+        states = (
+            [KernelStates(ChunkLayout(chunks, sequences), self._graphs.states, held[0])]
+            if key.sequences
+            else ()
+        )
+        hidden = self._decoder(tokens[0], positions[0], attend, lora, states=states)
+        self._hidden[: key.rows].copy_(hidden)

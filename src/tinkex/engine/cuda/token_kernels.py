@@ -19,7 +19,7 @@ from torch import Tensor
 from tinkex.engine.cuda.launch import PDL, cdiv, launched, power_of_2, wait_for_previous
 from tinkex.engine.torch.next_tokens import BLOCK, COLDEST
 
-ORDERS = 5  # rows of the orders: source, token, position, slot, key
+ORDERS = 6  # rows of the orders: source, token, position, slot, key, slot of the recurrent state
 _AT_ONCE = 16  # blocks of ids of one program
 _PICKING = 16  # warps of `_pick`: logarithms in fp64 are slow, and a thread computes its own one by one
 _COLUMNS = 4096  # of a row of logits in one iteration, in four parts

@@ -20,19 +20,23 @@ from torch import Tensor
 
 from tinkex.engine.torch import plain
 from tinkex.engine.torch.functions import linear
-from tinkex.engine.torch.hooks import Attend, ForwardContext
+from tinkex.engine.torch.hooks import Attend, ForwardContext, PartialProjection
 from tinkex.engine.torch.kv import KVCache, PagedAttend, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.moe import ExpertMlp, Routing, expert_linear
 from tinkex.engine.torch.next_tokens import Choice, draw, scaled_logprobs
+from tinkex.engine.torch.states import StateGroup, StatePool
 
 if TYPE_CHECKING:
     from tinkex.engine.native.step import CompiledStep
     from tinkex.engine.torch.adapters import Adapter
     from tinkex.engine.torch.continuous_batch import StepLimits
+    from tinkex.engine.torch.models.architecture import ModelConfig
+    from tinkex.engine.torch.models.attention import Attention
     from tinkex.engine.torch.models.decoder import Decoder
+    from tinkex.engine.torch.models.delta_net import DeltaNet
     from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence
 
 
@@ -58,9 +62,16 @@ class PrefillSteps(Protocol):
     min_split_keys: int  # what `Backend.paged_attend` takes where no graph serves a step
 
     def __call__(
-        self, tokens: np.ndarray, pieces: Sequence[TokenSpan], lora: LoraBatch | None
+        self,
+        tokens: np.ndarray,
+        pieces: Sequence[TokenSpan],
+        lora: LoraBatch | None,
+        states: Sequence[int] = (),
     ) -> Tensor | None:
-        """The final hidden states [T, D], valid until the next call; None if no graph serves the step."""
+        """The final hidden states [T, D], valid until the next call; None if no graph serves the step.
+
+        `states` are the slots of the pieces' states, if the model has recurrent layers.
+        """
         ...
 
 
@@ -87,6 +98,31 @@ class Backend:
     ) -> Tensor:
         """`ExpertMlp.routed`."""
         return experts.routed(x_TD, routing, context)
+
+    def split_heads(
+        self, attention: Attention, qkv: Tensor | PartialProjection, context: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """`Attention.split`."""
+        return attention.split(qkv, context)
+
+    def gated_heads(self, o_THC: Tensor, gate_THC: Tensor) -> Tensor:
+        return o_THC * gate_THC.sigmoid()
+
+    def mixed_delta(self, net: DeltaNet, qkvz: Tensor, rates: Tensor, states: Sequence[StateGroup]) -> Tensor:
+        """`DeltaNet.mixed`; `states` are what `packed_states` or `slot_states` gave."""
+        return net.mixed(qkvz, rates, states)
+
+    def packed_states(
+        self, config: ModelConfig, lengths: Sequence[int], device: torch.device
+    ) -> Sequence[StateGroup]:
+        """Of packed sequences that are computed from their starts; none where the model needs none."""
+        return [StateGroup(lengths, device)] if config.state_shapes else []
+
+    def slot_states(
+        self, pool: StatePool, slots: Sequence[int], counts: Sequence[int]
+    ) -> Sequence[StateGroup]:
+        """Of one step in which the sequence of slots[i] advances by counts[i] tokens."""
+        return pool.groups(slots, counts)
 
     def lora(
         self, adapters: Sequence[Adapter | None], lengths: Sequence[int], *, train: bool = False
@@ -117,7 +153,7 @@ class Backend:
         return scaled_logprobs(logits_NV, temperature_N, vocab)
 
     def captured_steps(
-        self, decoder: Decoder, cache: KVCache, limits: StepLimits
+        self, decoder: Decoder, cache: KVCache, limits: StepLimits, states: StatePool | None = None
     ) -> tuple[DecodeAhead | None, PrefillSteps | None]:
         """What the sampler uses instead of eager steps; None where there is no such thing."""
         return None, None
@@ -128,18 +164,18 @@ class Backend:
 
 
 def choose_backend(
-    device: str | torch.device, dtype: torch.dtype, *, uniform: bool = True, deterministic: bool = False
+    device: str | torch.device, dtype: torch.dtype, *, kernels: bool = True, deterministic: bool = False
 ) -> Backend:
     """The fastest backend for `device` and `dtype`. On CUDA a deterministic one is batch-invariant.
 
-    `uniform` (of `Decoder`): whether the kernels suit the model.
+    `kernels`: whether kernels serve the model (`Decoder.kernels_serve`).
     """
     device = torch.device(device)
     if device.type == "cpu" and dtype == torch.float32:
         from tinkex.engine.native.step import NativeBackend
 
         return NativeBackend()
-    kernels = uniform and importlib.util.find_spec("triton") is not None
+    kernels = kernels and importlib.util.find_spec("triton") is not None
     if device.type == "cuda" and dtype == torch.bfloat16 and kernels:
         from tinkex.engine.cuda.cuda_backend import CudaBackend
 

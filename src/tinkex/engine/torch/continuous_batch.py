@@ -38,7 +38,7 @@ from tinkex.engine.torch.sequences import (
     RunningSequence,
     lora_of,
 )
-from tinkex.engine.torch.states import StatePool, snapshot_after
+from tinkex.engine.torch.states import GRID, StatePool, snapshot_after
 from tinkex.engine.torch.upload import to_device
 from tinkex.types.outputs import SampleResponse
 
@@ -214,6 +214,8 @@ class ContinuousBatch:
             if not decoding or not all(self._has_page_ahead(s) for s in going):
                 self._land(pipeline.land())
                 return False
+            for sequence in going:
+                self._copy_state_ahead(sequence)
             self._land(pipeline.step(going) if going else pipeline.land())
         except Exception as error:
             pipeline.drop()
@@ -224,6 +226,12 @@ class ContinuousBatch:
         if len(sequence.pages) * PAGE <= sequence.computed + sequence.in_flight:
             sequence.pages += self.cache.take(1) or []
         return len(sequence.pages) * PAGE > sequence.computed + sequence.in_flight
+
+    def _copy_state_ahead(self, sequence: RunningSequence) -> None:
+        """Copy a state that `_computed` is to keep: when that step lands, the next has changed the state."""
+        due = sequence.in_flight and (sequence.computed + sequence.in_flight) % GRID == 0
+        if self.states is not None and due and sequence.slot is not None:
+            sequence.copied = self.states.fork(sequence.slot)
 
     def _land(self, landed: Landed) -> None:
         for sequence, token, logprob in landed:
@@ -315,9 +323,10 @@ class ContinuousBatch:
         decoder = self.decoder
         lora = lora_of(decoder.backend, [sequence for sequence, _ in plan], [count for _, count in plan])
         images = feature_rows(((s.request.images, s.computed, count) for s, count in plan), self._device)
+        slots = [sequence.slot for sequence, _ in plan if sequence.slot is not None]
         h_TD = None
         if self._prefill is not None and images is None:
-            h_TD = self._prefill(tokens, pieces, lora)
+            h_TD = self._prefill(tokens, pieces, lora, slots)
         if h_TD is None:
             positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
             min_split_keys = 0 if self._prefill is None else self._prefill.min_split_keys
@@ -326,8 +335,7 @@ class ContinuousBatch:
             read = (to_device(ids, self._device) for ids in (tokens.astype(np.int64), positions))
             states = ()
             if self.states is not None:
-                slots = [sequence.slot for sequence, _ in plan if sequence.slot is not None]
-                states = self.states.groups(slots, [count for _, count in plan])
+                states = decoder.backend.slot_states(self.states, slots, [count for _, count in plan])
             h_TD = decoder(*read, attend, lora, states=states, images=images)
         for sequence, count in plan:
             self._computed(sequence, count)
@@ -344,7 +352,11 @@ class ContinuousBatch:
                 self.cache.pages.remember(sequence.pages[page], links[page])
             if self.states is not None and sequence.computed == snapshot_after(before, sequence.length):
                 assert sequence.slot is not None
-                self.states.remember(sequence.slot, links[full - 1])
+                if sequence.copied is not None:
+                    self.states.enter(sequence.copied, links[full - 1])
+                elif not sequence.in_flight:
+                    self.states.remember(sequence.slot, links[full - 1])
+                sequence.copied = None
 
     def _links(self, sequence: RunningSequence, stop: int) -> list[bytes]:
         fresh = sequence.ids(len(sequence.links) * PAGE, stop)
@@ -470,9 +482,10 @@ class ContinuousBatch:
     def _stop_running(self, sequence: RunningSequence) -> None:
         self.running.remove(sequence)
         self.cache.pages.release(sequence.pages)
-        if self.states is not None and sequence.slot is not None:
-            self.states.release(sequence.slot)
-        sequence.pages, sequence.slot, sequence.computed = [], None, 0
+        for slot in (sequence.slot, sequence.copied):
+            if self.states is not None and slot is not None:
+                self.states.release(slot)
+        sequence.pages, sequence.slot, sequence.copied, sequence.computed = [], None, None, 0
 
 
 def _diverged(request: RunningRequest) -> EngineError:

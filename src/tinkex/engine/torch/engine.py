@@ -47,7 +47,7 @@ class TorchEngine:
     def _build(self, config: EngineConfig, decoder: Decoder | None) -> None:
         device, dtype = choose_device(config)
         decoder = decoder or load_decoder(config.model, device, dtype, config.quantize)
-        suited = {"uniform": decoder.uniform, "deterministic": config.deterministic}
+        suited = {"kernels": decoder.kernels_serve, "deterministic": config.deterministic}
         decoder = decoder.with_backend(choose_backend(device, dtype, **suited))
         if config.deterministic and device.type == "cuda":
             check_deterministic(decoder)
@@ -66,7 +66,7 @@ class TorchEngine:
             slots = self._memory["states"] // slot_bytes(shape.state_shapes)
             states = StatePool(shape.state_shapes, slots, device)
         limits = StepLimits(context, config.max_batch, **_large_steps(decoder))
-        pipeline, prefill = decoder.backend.captured_steps(decoder, cache, limits)
+        pipeline, prefill = decoder.backend.captured_steps(decoder, cache, limits, states)
         lost = lambda: probe(device)  # noqa: E731
         self._batch = ContinuousBatch(decoder, cache, limits, pipeline, compiled, prefill, lost, states)
         # Sums depend on the number of threads, so a deterministic engine keeps it fixed.
@@ -154,7 +154,9 @@ def check_deterministic(decoder: Decoder) -> None:
         problem = f"{shape.arch} has experts"
     elif odd:
         problem = f"the sizes of {odd[0]} are not multiples of 8"
-    elif not shape.uniform:
+    elif shape.state_shapes:
+        problem = f"{shape.arch} has recurrent layers"
+    elif not shape.kernels_serve:
         problem = f"no kernels suit {shape.arch}"
     elif not decoder.backend.invariant:
         problem = "its kernels need Triton, which is not installed"

@@ -53,7 +53,7 @@ def load_decoder(
     if (fields := read_fields(path)).get("model_type") not in FAMILIES:
         from tinkex.engine.torch.models.transformers_model import load_transformers
 
-        backend = choose_backend(device, dtype, uniform=False)
+        backend = choose_backend(device, dtype, kernels=False)
         return load_transformers(path, fields, tokenizer_size(path), device, dtype, quantize, backend)
     tensors = read_tensors(path, expand=quantize != "file")
     return fill(read_config(path), tensors, device, dtype, source=path, quantize=quantize)
@@ -144,7 +144,9 @@ def empty_decoder(
     config: ModelConfig, device: str | torch.device, dtype: torch.dtype, *, quantised: bool = False
 ) -> Decoder:
     with torch.device("meta"):  # shapes only, so that memory is taken once, in the right dtype and place
-        decoder = Decoder(config, choose_backend(device, dtype, uniform=config.uniform and not quantised))
+        decoder = Decoder(
+            config, choose_backend(device, dtype, kernels=config.kernels_serve and not quantised)
+        )
         if quantised:
             decoder.quantise(dtype)
     # What `to_empty` does, which goes by way of torch's symbolic shapes and imports half a second of sympy.

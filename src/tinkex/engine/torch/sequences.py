@@ -89,7 +89,10 @@ class RunningSequence(Sample):
 
     request: RunningRequest
     pages: list[int] = field(default_factory=list)
-    slot: int | None = None  # of the states of recurrent layers, after `computed` tokens
+    slot: int | None = None  # of the states of recurrent layers, after `computed` tokens and those in flight
+    copied: int | None = (
+        None  # a slot with a copy for a snapshot, taken before the step in flight was launched
+    )
     computed: int = 0
     in_flight: int = 0  # decode steps that were launched and have not come back
     links: list[bytes] = field(default_factory=list)  # digests of its full pages

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.torch.kv import PAGE, Pages, zeros
-from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.delta_net import Chunks
 
 GRID = 512  # tokens between snapshots inside a sequence
@@ -55,20 +54,20 @@ class StateGroup:
         """Keep the states after the tokens."""
 
 
-def packed_states(config: ModelConfig, lengths: Sequence[int], device: torch.device) -> list[StateGroup]:
-    """Of packed sequences that are computed from their starts; none where the model needs none."""
-    return [StateGroup(lengths, device)] if config.state_shapes else []
-
-
 class StatePool:
     """The slots' tensors, fp32, and who holds them. A slot with a digest is a snapshot."""
 
     def __init__(self, shapes: StateShapes, slots: int, device: torch.device) -> None:
         self.slots, self.device = Pages(slots), device
-        self.tensors = {
-            layer: tuple(zeros((slots, *shape), device, torch.float32) for shape in of_layer)
-            for layer, of_layer in shapes.items()
-        }
+        # Tensors of equal shape are in one, in the order of their layers: few launches copy a slot.
+        places = [(layer, i, shape) for layer, of in shapes.items() for i, shape in enumerate(of)]
+        self._pools: list[Tensor] = []
+        found: dict[tuple[int, int], Tensor] = {}
+        for shape in dict.fromkeys(shape for _, _, shape in places):
+            members = [(layer, i) for layer, i, other in places if other == shape]
+            self._pools.append(zeros((len(members), slots, *shape), device, torch.float32))
+            found |= dict(zip(members, self._pools[-1].unbind(), strict=True))
+        self.tensors = {layer: tuple(found[layer, i] for i in range(len(of))) for layer, of in shapes.items()}
 
     def reusable(self, links: Sequence[bytes]) -> int:
         """How many pages of a prefix the longest snapshot of it covers."""
@@ -99,19 +98,22 @@ class StatePool:
     def remember(self, slot: int, digest: bytes) -> None:
         """Keep a snapshot of a slot under `digest`, if there is room for one."""
         if not self.slots.holds(digest) and (copy := self.fork(slot)) is not None:
-            self.slots.remember(copy, digest)
-            self.slots.release([copy])
+            self.enter(copy, digest)
+
+    def enter(self, slot: int, digest: bytes) -> None:
+        """Make a slot a snapshot, which nobody owns any more."""
+        self.slots.remember(slot, digest)
+        self.slots.release([slot])
 
     def release(self, slot: int) -> None:
         self.slots.release([slot])
 
     def _fill(self, target: int, source: int | None) -> None:
-        for tensors in self.tensors.values():
-            for tensor in tensors:
-                if source is None:
-                    tensor[target] = 0.0
-                else:
-                    tensor[target] = tensor[source]
+        for pool in self._pools:
+            if source is None:
+                pool[:, target] = 0.0
+            else:
+                pool[:, target] = pool[:, source]
 
     def groups(self, slots: Sequence[int], counts: Sequence[int]) -> list[StateGroup]:
         """Of one step in which sequence i advances by counts[i] tokens: those that decode, and the others."""

@@ -45,7 +45,6 @@ from tinkex.engine.torch.losses import LOSSES, Inputs, Loss, gradient, per_datum
 from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.optim import adamw_step
-from tinkex.engine.torch.states import packed_states
 from tinkex.engine.torch.upload import from_device, to_device
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams, LoraConfig
@@ -250,7 +249,7 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         try:
             with torch.set_grad_enabled(batch.backward):
                 read = batch.tokens_T, batch.positions_T
-                states = packed_states(self.decoder.config, batch.lengths, self._device)
+                states = backend.packed_states(self.decoder.config, batch.lengths, self._device)
                 more = {"images": batch.images, "checkpoint": self._recomputes(batch)}
                 return self.decoder(*read, attend, lora, states=states, **more), lora
         except torch.OutOfMemoryError:

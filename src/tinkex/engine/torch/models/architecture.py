@@ -12,10 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tinkex.engine.torch.models.attend import Chunk
 from tinkex.engine.torch.models.rotary import Rope
+
+_FACTORS: Any = WeakIdKeyDictionary()  # by weight: its version and address, and what `NormConfig.factor` made
 
 
 class NormConfig(NamedTuple):
@@ -25,10 +29,16 @@ class NormConfig(NamedTuple):
     kind: Literal["plain", "wide", "offset"] = "plain"
 
     def factor(self, weight: Tensor) -> Tensor:
-        """What x̂ is multiplied with: in fp32 where the product is to be."""
+        """What x̂ is multiplied with: in fp32 where the product is to be. Computed once for each weight."""
         if self.kind == "plain":
             return weight
-        return 1.0 + weight.float() if self.kind == "offset" else weight.float()
+        now = weight._version, weight.data_ptr()
+        version, known = _FACTORS.get(weight, (None, weight))
+        if version != now:
+            with torch.inference_mode(False), torch.no_grad():
+                known = 1.0 + weight.float() if self.kind == "offset" else weight.float()
+            _FACTORS[weight] = now, known
+        return known
 
 
 class NormPlacement(NamedTuple):
@@ -371,11 +381,42 @@ class ModelConfig:
         """Of the first layer that has it."""
         return next((layer.mixer for layer in self.stack if isinstance(layer.mixer, MambaConfig)), None)
 
+    @cached_property
+    def kernels_serve(self) -> bool:
+        """Whether kernels compute all of it on a GPU: pre-norm layers, each of attention or a gated delta net
+        and of SwiGLU or experts. All attention is alike but for windows, and rotated by halves, whole heads
+        or their first dimensions; q and k may be normalised head by head, and heads may have gates.
+        """
+        attention = self.attention
+        if not attention or attention[0].rope is None or attention[0].rope.adjacent:
+            return False
+        first, mixers = attention[0], [layer.mixer for layer in self.stack]
+        like = AttentionConfig(
+            first.heads, first.kv_heads, first.head_dim, first.rope, None, first.qk_norm,
+            first.qkv_bias, first.o_bias, gate=first.gate,
+        )  # fmt: skip
+        dense = [layer.mlp for layer in self.stack if isinstance(layer.mlp, MlpConfig)]
+        experts = [layer.mlp for layer in self.stack if isinstance(layer.mlp, ExpertsConfig)]
+        scales = self.embedding_scale, self.residual_scale, self.logit_scale
+        return (
+            all(isinstance(mixer, AttentionConfig | DeltaConfig) for mixer in mixers)
+            and all(replace(mixer, window=None) == like for mixer in attention)
+            and first.qk_norm in (None, "head")
+            and all(layer.norms == PRE_NORMS and layer.mlp is not None for layer in self.stack)
+            and all(mlp.activation == "silu" and mlp.gated and not mlp.fused for mlp in dense)
+            and all(replace(mlp, shared=None).plain for mlp in experts)
+            and all(mlp.shared is None or mlp.shared.mlp is None for mlp in experts)
+            and scales == (1.0, 1.0, 1.0)
+            and self.logit_softcap is None
+            and not (self.layer_scalars or self.layer_inputs)
+            and not any(isinstance(window, Chunk) for window in self.windows)
+        )
+
     # -- of a uniform model ----------------------------------------------------------------------------
 
     @cached_property
     def uniform(self) -> bool:
-        """Whether kernels and compiled steps suit it: pre-norm layers of one rotated attention and SwiGLU."""
+        """Whether compiled steps suit it: pre-norm layers of one rotated attention and SwiGLU or experts."""
         first = self.attention[0] if self.attention else None
         if first is None or first.rope is None or not first.rope.whole(first.head_dim):
             return False

@@ -56,10 +56,10 @@ class Attention(Block):
         qkv, gate_THC = self.qkv(x, context), None
         if self.direct and self.rope is not None:
             heads, impl = (self.config.heads, self.config.kv_heads), context.backend.elementwise
-            angles, norms = context.angles[self.rope], self._norms()
+            angles, norms = context.angles[self.rope], self.norms()
             q_THC, k_TGC, v_TGC = split_rotate(qkv, *angles, heads, norms, self.norm.eps, impl)
         else:
-            q_THC, k_TGC, v_TGC, gate_THC = self._split(qkv, context)
+            q_THC, k_TGC, v_TGC, gate_THC = context.backend.split_heads(self, qkv, context)
         if (factor := self._query_factor(context)) is not None:
             q_THC = q_THC * factor
         if self.lends:
@@ -70,10 +70,10 @@ class Attention(Block):
         else:
             o_THC = cast(SinkAttend, context.attend)(at, q_THC, k_TGC, v_TGC, self.sinks, whole)
         if gate_THC is not None:
-            o_THC = o_THC * gate_THC.sigmoid()
+            o_THC = context.backend.gated_heads(o_THC, gate_THC)
         return self.o(o_THC.reshape(o_THC.shape[0], -1), context)
 
-    def _split(
+    def split(
         self, qkv: Tensor | PartialProjection, context: ForwardContext
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, v and the gate, step by step."""
@@ -120,7 +120,8 @@ class Attention(Block):
         hotter_T = 1 + beta * torch.log1p(((context.positions + offset).float() / length).floor())
         return (hotter_T * (factor or 1.0))[:, None, None].to(context.angles[0][0].dtype)
 
-    def _norms(self) -> tuple[Tensor, Tensor] | None:
+    def norms(self) -> tuple[Tensor, Tensor] | None:
+        """What q's and k's heads are multiplied with, if they are normalised."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return self.norm.factor(self.q_norm), self.norm.factor(self.k_norm)

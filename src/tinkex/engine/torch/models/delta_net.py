@@ -2,7 +2,7 @@
 
 A head's state S maps keys to values. Token by token, with the decay g ≤ 0 and the rate β:
 S ← e^g·S; S ← S + k ⊗ β(v − Sᵀk); o = Sᵀq. A chunk of up to 64 tokens does the same by products and one
-triangular solve. All of it is fp32.
+triangular solve. All of it is fp32. `cuda.delta_kernels` has the same as kernels.
 
 Shapes: T tokens, B sequences, N chunks, C tokens of a chunk, H value heads, K key heads, R = H / K,
 D key dim, V value dim, F conv channels, W conv width.
@@ -50,14 +50,17 @@ class DeltaNet(Block):
         self.norm = frozen_parameter(config.value_dim)
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor | PartialProjection:
-        qkvz = total(self.qkvz(x_TD, context))
+        qkvz, rates = total(self.qkvz(x_TD, context)), F.linear(x_TD, self.rates)
+        return self.out(context.backend.mixed_delta(self, qkvz, rates, context.states), context)
+
+    def mixed(self, qkvz: Tensor, rates: Tensor, states: Sequence[StateGroup]) -> Tensor:
+        """What is projected out, [T, H·V], from the projections of all tokens."""
         u_TF, z = qkvz.split([self.config.channels, self.config.widths[3]], 1)
-        b_TH, a_TH = F.linear(x_TD, self.rates).float().chunk(2, 1)
+        b_TH, a_TH = rates.float().chunk(2, 1)
         g_TH = -self.a_log.float().exp() * F.softplus(a_TH + self.dt_bias.float())
-        o_THV = mix_groups(self._mix, context.states, u_TF, g_TH, b_TH.sigmoid())
+        o_THV = mix_groups(self._mix, states, u_TF, g_TH, b_TH.sigmoid())
         o_THV = o_THV * (o_THV.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.norm.float()
-        gated = o_THV.flatten(1) * F.silu(z.float())
-        return self.out(gated.to(x_TD.dtype), context)
+        return (o_THV.flatten(1) * F.silu(z.float())).to(qkvz.dtype)
 
     def _mix(self, group: StateGroup, u_TF: Tensor, g_TH: Tensor, beta_TH: Tensor) -> Tensor:
         c, held = self.config, group.read(self.layer)

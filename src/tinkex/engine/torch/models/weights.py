@@ -49,8 +49,13 @@ class DecoderWeights(Block):
 
     @property
     def uniform(self) -> bool:
-        """Whether kernels that read the weights themselves suit it."""
+        """Whether compiled steps that read the weights themselves suit it."""
         return self.config.uniform and not self.slots()
+
+    @property
+    def kernels_serve(self) -> bool:
+        """Whether kernels that read the weights themselves compute it on a GPU."""
+        return self.config.kernels_serve and not self.slots()
 
     def quantise(self, dtype: torch.dtype) -> None:
         for block in self._blocks():

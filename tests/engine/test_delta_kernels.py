@@ -1,0 +1,124 @@
+"""The kernels of gated delta nets against the plain layer: chunks, gradients, states, single steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
+from tinkex.engine.torch.models.architecture import DeltaConfig
+from tinkex.engine.torch.models.delta_net import DeltaNet
+from tinkex.engine.torch.models.families import model_config
+from tinkex.engine.torch.states import StateGroup, StatePool
+
+from tinkex.engine.cuda import delta_gradients, delta_kernels  # isort: skip
+from tinkex.engine.cuda.delta_kernels import ChunkLayout, DeltaWeights, SlotStates  # isort: skip
+
+pytestmark = MARKS
+
+K, H, D, V = 1, 2, 16, 32
+CONFIG = DeltaConfig(K, H, D, V, 4)
+TOLERANCE = {"rtol": 0, "atol": 1e-4} if INTERPRETED else {"rtol": 2e-2, "atol": 2e-2}
+PACKED = ([70, 5, 130, 1], [64, 2], [3, 3])
+
+
+class Wide(DeltaNet):
+    """The plain layer in fp32, with random weights; `weights` are those of the kernels."""
+
+    def __init__(self, config: DeltaConfig = CONFIG, seed: int = 0) -> None:
+        fields = {
+            "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32, "vocab_size": 64,
+            "max_position_embeddings": 64,
+        }  # fmt: skip
+        super().__init__(model_config(fields), config, 0)
+        for i, (name, scale) in enumerate((("conv", 0.5), ("a_log", 0.5), ("dt_bias", 0.5), ("norm", 0.3))):
+            weight = getattr(self, name)
+            values = random(*weight.shape, seed=100 * seed + i, dtype=BF16).float() * scale
+            setattr(self, name, torch.nn.Parameter((values + (name == "norm")).to(BF16).float(), False))
+        self.held = DeltaWeights(
+            config,
+            *(w.data.to(DEVICE, BF16) for w in (self.conv, self.a_log, self.dt_bias, self.norm)),
+            self.eps,
+        )
+        self.to(DEVICE)
+
+
+def inputs(tokens: int, seed: int, config: DeltaConfig = CONFIG) -> tuple[Tensor, Tensor]:
+    qkvz = random(tokens, config.channels + config.widths[3], seed=seed)
+    return qkvz, random(tokens, 2 * config.value_heads, seed=seed + 1)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    """To rounding, in proportion to the largest numbers."""
+    scale = want.abs().max().clamp_min(1e-3)
+    torch.testing.assert_close(got.float() / scale, want.float() / scale, **TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", PACKED)
+def test_chunks_and_gradients_equal_the_plain_layer(lengths: list[int]) -> None:
+    net, (qkvz, rates) = Wide(seed=len(lengths)), inputs(sum(lengths), 7)
+    wide = [x.float().requires_grad_() for x in (qkvz, rates)]
+    want = net.mixed(*wide, [StateGroup(lengths, DEVICE)])
+    given = [x.requires_grad_() for x in (qkvz, rates)]
+    layout = delta_kernels.lay_out(lengths, DEVICE)
+    got = delta_gradients.DeltaMixed.apply(*given, net.held, layout)
+    close(got, want)
+    to = random(*want.shape, seed=3)
+    for mine, other in zip(
+        torch.autograd.grad(got, given, to), torch.autograd.grad(want, wide, to.float()), strict=True
+    ):
+        close(mine, other)
+
+
+def test_long_memory_and_equal_keys() -> None:
+    """Decays near one, rates near one and keys all alike: what makes the triangular system hard to invert."""
+    net, tokens = Wide(seed=5), 130
+    qkvz, rates = inputs(tokens, 9)
+    qkvz[:, : 2 * K * D] = qkvz[0, : 2 * K * D]
+    rates[:, :H], rates[:, H:] = 6.0, -6.0
+    layout = delta_kernels.lay_out([tokens], DEVICE)
+    want = net.mixed(qkvz.float(), rates.float(), [StateGroup([tokens], DEVICE)])
+    close(delta_kernels.mixed(qkvz, rates, net.held, layout), want)
+
+
+def new_pool(slots: int) -> StatePool:
+    pool = StatePool({0: CONFIG.state_shapes}, slots, DEVICE)
+    for i, tensor in enumerate(pool.tensors[0]):
+        tensor.copy_(random(*tensor.shape, seed=20 + i, dtype=torch.float32))
+    return pool
+
+
+def slot_layout(lengths: list[int], slots: list[int], pool: StatePool) -> tuple[ChunkLayout, SlotStates]:
+    chunks, sequences, order = delta_kernels.cells_of(lengths)
+    padded = [np.pad(cells, ((0, 0), (0, 1))) for cells in (chunks, sequences)]  # columns that do nothing
+    cells = [torch.from_numpy(x).to(DEVICE) for x in padded]
+    slots_B = torch.tensor([*np.array(slots)[order], -1], device=DEVICE)
+    return ChunkLayout(*cells), SlotStates(*pool.tensors[0], slots_B)
+
+
+@pytest.mark.parametrize("lengths", [[70, 1, 2, 64], [1, 1]])
+def test_sequences_go_on_from_their_slots(lengths: list[int]) -> None:
+    net, slots, (ours, plain) = Wide(), [4, 0, 5, 2][: len(lengths)], (new_pool(7), new_pool(7))
+    qkvz, rates = inputs(sum(lengths), 30)
+    want = net.mixed(qkvz.float(), rates.float(), plain.groups(slots, lengths))
+    layout, states = slot_layout(lengths, slots, ours)
+    close(delta_kernels.mixed(qkvz, rates, net.held, layout, states), want)
+    for mine, other in zip(ours.tensors[0], plain.tensors[0], strict=True):
+        close(mine, other)
+
+
+def test_one_token_changes_its_slot_alone() -> None:
+    net, slots, (ours, plain) = Wide(), [3, 6, 1], (new_pool(7), new_pool(7))
+    states = SlotStates(*ours.tensors[0], torch.tensor([3, -1, 6, 1], device=DEVICE))
+    for turn in range(5):
+        qkvz, rates = inputs(4, 40 + turn)
+        used = torch.tensor([0, 2, 3], device=DEVICE)
+        want = net.mixed(qkvz[used].float(), rates[used].float(), plain.groups(slots, [1, 1, 1]))
+        got = delta_kernels.step(qkvz, rates, net.held, states)
+        close(got[used], want)
+        assert not got[1].any()
+    for mine, other in zip(ours.tensors[0], plain.tensors[0], strict=True):
+        close(mine, other)
