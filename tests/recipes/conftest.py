@@ -18,7 +18,7 @@ from tests.engine.tiny import tiny_model, tiny_tokenizer
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
-    return tiny_tokenizer(tiny_model(directory, "qwen3", eos_token_id=257, max_position_embeddings=512))
+    return tiny_tokenizer(tiny_model(directory, "qwen3", eos_token_id=257, max_position_embeddings=2048))
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def test_the_commands_take_their_options(tinkex_command: Command, model: Path, c
     )
     pytest.importorskip("tensorboard")
     done = tinkex_command("train", "grpo", "--model", model, *options.split())
-    adapter = re.findall(r"adapter: (tinker://\S+)", done.stdout)[0]
+    adapter = re.findall(r"adapter +(tinker://\S+)", done.stdout)[0]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator("run/tensorboard").Reload()

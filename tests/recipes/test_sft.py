@@ -50,7 +50,11 @@ def test_held_out_loss_falls_and_everything_is_written_down(
     assert samples[-1]["text"].startswith("yes")
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     adapter = json.loads((out / "result.json").read_text())["adapter"]
-    assert f"tinkex chat {adapter}" in done.stdout
+    assert "tinkex chat run\n" in done.stdout
+    asked = tinkex_command("eval", model, "run", "--data", chats, "--limit", 2, "-f", "json")
+    base, tuned = json.loads(asked.stdout)
+    assert tuned["model"] == "run"
+    assert tuned["loss"] < base["loss"]
     again = tinkex_command("train", "sft", chats, "--model", model, "--out", "run", *options)
     assert "is finished; --fresh trains anew" in again.stdout
     assert adapter in again.stdout

@@ -36,18 +36,21 @@ HELP = "/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an 
 @click.option("--seed", type=Integer(), help="The same seed gives the same answers.")
 @click.option("--local", is_flag=True, help="Run in this process, even if a key or a server is set.")
 def chat(model: str, system: str | None, local: bool, **params: Any) -> None:
-    """Talk to a base MODEL, or to an adapter by its tinker:// path.
+    """Talk to a base MODEL, or to an adapter by its tinker:// path or its run's directory.
 
     \b
     tinkex chat
     tinkex chat tinker://RUN/sampler_weights/NAME
+    tinkex chat runs/sft-chats
 
     Without a MODEL it is SmolLM2-135M-Instruct, fetched if it is not here. In the chat, /reset starts a new
     conversation, /quit or Ctrl-D ends, and Ctrl-C stops an answer.
     """
     import tinkex
+    from tinkex.recipes.run_directory import trained
 
     local = local or is_local()
+    model = trained(model)
     path = model if model.startswith("tinker://") else None
     with tinkex.ServiceClient(base_url=LOCAL if local else None) as service:
         sampler = service.create_sampling_client(path, base_model=None if path else model)

@@ -135,12 +135,19 @@ def _train(recipe: Recipe, config: Any) -> None:
 
 def _next(outcome: Outcome) -> None:
     """What to do with the adapter."""
-    click.echo(f"\nadapter: {outcome.adapter}")
-    click.echo(f"chat:    tinkex chat {outcome.adapter}")
-    click.echo("serve:   tinkex serve   (then TINKER_BASE_URL, and the adapter by its path)")
-    click.echo(f"compare: tinkex eval {outcome.base_model} {outcome.adapter} --data …")
-    click.echo(f"go on:   tinkex train … --from {outcome.state}")
-    click.echo(f"metrics, samples, settings: {outcome.directory}")
+    run = shlex.quote(outcome.directory)
+    lines = {
+        "adapter": outcome.adapter,
+        "chat": f"tinkex chat {run}",
+        "compare": f"tinkex eval {shlex.quote(outcome.base_model)} {run} --data FILE",
+        "download": f"tinkex checkpoint download {outcome.adapter}",
+        "serve": "tinkex serve, and the adapter by its path",
+        "go on": f"tinkex train sft MORE --from {run}",
+        "files": f"metrics.jsonl, samples.jsonl, curves.png in {run}",
+    }
+    click.echo()
+    for name, line in lines.items():
+        click.echo(f"{name:<9} {line}")
 
 
 for each in RECIPES:

@@ -154,6 +154,20 @@ class RunDirectory:
         self.close()
 
 
+def trained(model: str, *, state: bool = False) -> str:
+    """The adapter (or the state to train on) of a finished run by its directory; any other name as it is.
+
+    >>> trained("SmolLM2-135M-Instruct")
+    'SmolLM2-135M-Instruct'
+    """
+    result = _read(Path(model) / "result.json")
+    if result is None and (Path(model) / "metrics.jsonl").exists():
+        raise InvalidInputError(f"the run in {model} is not finished: its command goes on with it")
+    if result is None:
+        return model
+    return str(result["state" if state else "adapter"])
+
+
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     before = _read(path / "config.json")
     if not before or before == settings:

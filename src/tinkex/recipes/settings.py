@@ -13,7 +13,7 @@ from typing import Any
 import tinkex
 from tinkex.errors import InvalidInputError
 from tinkex.recipes.progress import Progress
-from tinkex.recipes.run_directory import RunDirectory
+from tinkex.recipes.run_directory import RunDirectory, trained
 from tinkex.recipes.schedule import Schedule, default_learning_rate, learning_rate_at
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -27,7 +27,8 @@ def option(default: Any, help: str, **more: Any) -> Any:
 
 
 def sampler_of(service: tinkex.ServiceClient, model: str) -> tinkex.SamplingClient:
-    """A sampler of a base model, or of an adapter by its tinker:// path."""
+    """A sampler of a base model, or of an adapter by its tinker:// path or its run's directory."""
+    model = trained(model)
     if model.startswith("tinker://"):
         return service.create_sampling_client(model_path=model)
     return service.create_sampling_client(base_model=model)
@@ -39,7 +40,7 @@ class TrainConfig:
 
     model: str = option(MODEL, "A base model: its name or directory.")
     start_from: str | None = option(
-        None, "Start from a saved adapter (tinker://…/weights/…) instead of a new one.", names=("--from",)
+        None, "Start from a saved adapter (tinker://…/weights/…, or a run's directory).", names=("--from",)
     )
     out: str | None = option(None, "Directory of the run; the same one again resumes it.")
     rank: int = option(32, "Rank of the LoRA adapter.")
@@ -79,7 +80,7 @@ class TrainConfig:
     def create_run(self, service: tinkex.ServiceClient) -> tinkex.TrainingClient:
         """A new adapter, or a saved one with a new optimizer."""
         if self.start_from is not None:
-            return service.create_training_client_from_state(self.start_from)
+            return service.create_training_client_from_state(trained(self.start_from, state=True))
         return service.create_lora_training_client(
             self.model, self.rank, seed=self.seed, train_unembed=self.train_unembed
         )
@@ -88,7 +89,7 @@ class TrainConfig:
         """A sampler of the model that training starts from."""
         if self.start_from is None:
             return service.create_sampling_client(base_model=self.model)
-        start = service.create_training_client_from_state(self.start_from)
+        start = service.create_training_client_from_state(trained(self.start_from, state=True))
         return start.save_weights_and_get_sampling_client()
 
     def step_params(self, step: int, steps: int, peak: float) -> tinkex.AdamParams:
