@@ -17,7 +17,7 @@ from tests.engine.oracle import randomise
 from tests.engine.tiny import reference_model, tiny_model
 from tinkex.engine.protocol import CreateAdapter, EngineError, SaveAdapter
 from tinkex.engine.torch import tensor_stream
-from tinkex.engine.torch.export import stored_fingerprint, write_export
+from tinkex.engine.torch.export_formats import stored_fingerprint, write_export
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.merge import merge_adapter
 from tinkex.engine.torch.tensor_stream import stored_tensors

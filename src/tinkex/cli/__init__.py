@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "server": ("tinkex.cli.serve:server", "API keys of a server, and sharing of runs."),
     "run": ("tinkex.cli.run:run", "Training runs: list, show, plot, rename, tag, delete."),
     "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Checkpoints: list, download, publish, delete."),
+    "export": ("tinkex.cli.export:export", "Write a checkpoint for PEFT, transformers, llama.cpp, MLX."),
     "model": ("tinkex.cli.model:model", "Base models: list, fetch, remove."),
     "session": ("tinkex.cli.run:session", "Sessions: delete one, export its timeline."),
     "auth": ("tinkex.cli.login:auth", "Log in and out, and show who you are."),

@@ -169,21 +169,7 @@ class GgufModel:
 
     def _hugging_face_names(self) -> dict[str, list[str]]:
         """The decoder's weights by the tensor that holds them: one, or one for each expert."""
-        from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
-
-        (arch,) = (one for one in MODEL_ARCH if MODEL_ARCH_NAMES[one] == self.arch)
-        table = get_tensor_name_map(arch, self._layers())
-        config = self.config()
-        with torch.device("meta"):
-            weights = Decoder(config, Backend()).weights()
-        named: dict[str, list[str]] = {}
-        for name in weights:
-            merged = re.sub(r"\.experts\.\d+\.", ".experts.", name)
-            for ours, theirs in _ENDINGS.items():
-                merged = re.sub(f"{ours}$", theirs, merged)
-            if found := table.get_name(merged, (".weight", ".bias")):
-                named.setdefault(found, []).append(name)
-        return named
+        return decoder_names(self.arch, self._layers(), self.config())
 
     def _dequantise(self, name: str) -> Tensor:
         from gguf.quants import dequantize
@@ -196,6 +182,24 @@ class GgufModel:
                 f"{self.path}: {name} is {tensor.tensor_type.name}, which is not read"
             ) from error
         return torch.from_numpy(np.array(values, dtype=np.float32))
+
+
+def decoder_names(arch: str, layers: int, config: ModelConfig) -> dict[str, list[str]]:
+    """A decoder's weights by the name of the GGUF tensor that holds them; experts in their order."""
+    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+
+    (found_arch,) = (one for one in MODEL_ARCH if MODEL_ARCH_NAMES[one] == arch)
+    table = get_tensor_name_map(found_arch, layers)
+    with torch.device("meta"):
+        weights = Decoder(config, Backend()).weights()
+    named: dict[str, list[str]] = {}
+    for name in weights:
+        merged = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+        for ours, theirs in _ENDINGS.items():
+            merged = re.sub(f"{ours}$", theirs, merged)
+        if found := table.get_name(merged, (".weight", ".bias")):
+            named.setdefault(found, []).append(name)
+    return named
 
 
 def convert_gguf(path: str | Path, directory: str | Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -140,6 +140,13 @@ class MergedModel:
     def _changed(self, name: str) -> list[str]:
         """The adapter's weights that are in this tensor."""
         views = our_views(self.base, name, self._stored[name].outline())
+        for ours, view in views:
+            needed = self._deltas.shapes.get(ours)
+            if needed is not None and needed != view.shape:
+                raise user_error(
+                    f"the adapter changes {ours} {list(needed)}, and that of {self.base_dir} is "
+                    f"{list(view.shape)}: it was made for another base model"
+                )
         return [ours for ours, _ in views if ours in self._deltas.names]
 
     def _ordered(self, names: list[str]) -> list[str]:
@@ -212,8 +219,9 @@ class _Deltas:
         self._base, self._groups, self._places = base, {}, {}
         self._group, self._loaded = "", {}
         self.fingerprint = ""
+        self.names: set[str] = set()
+        self.shapes: dict[str, torch.Size] = {}  # of the weights that it changes
         if adapter_dir is None:
-            self.names: set[str] = set()
             return
         verify(adapter_dir, (WEIGHTS, CONFIG))
         peft = read_peft_config(adapter_dir)
@@ -225,7 +233,9 @@ class _Deltas:
             self._groups.setdefault(found[0] if found else "", {})[key] = stored
         for group, stored in self._groups.items():
             outline = {key: one.outline() for key, one in stored.items()}
-            self._places |= dict.fromkeys(_by_weight(outline, 1.0, base, adapter_dir), group)
+            pairs = _by_weight(outline, 1.0, base, adapter_dir)
+            self._places |= dict.fromkeys(pairs, group)
+            self.shapes |= {name: torch.Size((len(b), a.shape[1])) for name, (a, b) in pairs.items()}
         self.names = set(self._places)
         self._directory = adapter_dir
 

@@ -158,10 +158,13 @@ class ResumedFile:
 
 
 @contextlib.contextmanager
-def resumed_directory(out: Path, about: Mapping[str, Any], *, overwrite: bool = False) -> Generator[Path]:
+def resumed_directory(
+    out: Path, about: Mapping[str, Any], *, overwrite: bool = False, only: str = ""
+) -> Generator[Path]:
     """A directory to write into, which becomes `out` on success and stays for the next try on failure.
 
     `about` says what is made: if an earlier process was making something else, its part is deleted.
+    `only` names the one file of it that becomes `out` instead.
     """
     if out.exists() and not overwrite:
         raise user_error(f"{out} already exists; choose another name")
@@ -177,6 +180,11 @@ def resumed_directory(out: Path, about: Mapping[str, Any], *, overwrite: bool = 
         yield part
         for left in (part / _ABOUT, *part.glob("*.done"), part / store.CHECKSUMS):
             left.unlink(missing_ok=True)
+        if only:
+            os.replace(part / only, out)
+            shutil.rmtree(part, ignore_errors=True)
+            store.sync_path(out.parent)
+            return
         store.add_checksums(part)
         store.sync_tree(part)
         if out.exists():

@@ -51,6 +51,18 @@ def write_export(
             check_base(adapter, directory)
         if format == "merged":
             merge_adapter(directory, adapter, out, dtype=dtype, overwrite=overwrite, progress=progress)
+        elif format == "gguf":
+            from tinkex.engine.torch.gguf_export import export_gguf  # needs gguf and tokenizers
+
+            export_gguf(
+                directory,
+                adapter,
+                out,
+                dtype=dtype,
+                quantize=quantize,
+                overwrite=overwrite,
+                progress=progress,
+            )
         else:
             raise user_error(f"the format {format!r} is not known")
 
