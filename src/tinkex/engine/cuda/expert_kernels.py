@@ -780,7 +780,7 @@ def product_and_shrink(
 ) -> tuple[Tensor, Tensor]:
     """`product`, and u [N, R] = each row times its expert's A."""
     given = _given(lora, "A", x_N)
-    if rows.tile > 32:
+    if rows.tile > 32 or not (lora.at.table.mixed or len(x_N) <= _FEW):
         return product(x_N, weight, rows), shrink_rows(x_N, rows, lora, "A")
     u = x_N.new_empty(len(x_N), 16 * cdiv(given.widest, 16))
     return _multiplied(x_N, weight, rows, u, given, GATHER=False, EXPAND=False, SHRINK=True), u

@@ -270,19 +270,20 @@ def _scales(adapters: Sequence[Adapter]) -> np.ndarray:
 
 
 def _weight_sizes(decoder: Decoder) -> list[int]:
-    """The elements of each weight but the head's."""
-    sites = decoder.sites().items()
-    return [i * sum(p.out_features for p in parts) for site, (i, parts) in sites if site.group != "unembed"]
+    """The elements of each weight but the head's and the experts'."""
+    sites = ((site.group, of) for site, of in decoder.sites().items())
+    other = ("unembed", "experts_gate_up", "experts_down")
+    return [i * sum(p.out_features for p in parts) for group, (i, parts) in sites if group not in other]
 
 
 def matches_trainer(decoder: Decoder) -> bool:
-    """Whether captured steps are bitwise identical to the trainer: all weights are large, none has a bias,
-    and no layer is recurrent.
+    """Whether captured steps round as the trainer does: all weights are large, none has a bias, and no layer
+    is recurrent.
 
-    An invariant decoder is so by other means.
+    An invariant decoder does so by other means. The kernels of experts do so whatever their size.
     """
     config = decoder.config
-    other = config.experts is not None or config.qkv_bias or config.o_bias or config.mlp_bias
+    other = config.qkv_bias or config.o_bias or config.mlp_bias
     other = other or bool(config.state_shapes)  # chunks and single steps round differently
     return not (decoder.backend.invariant or other) and min(_weight_sizes(decoder)) > fused.LARGE
 
