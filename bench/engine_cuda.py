@@ -129,7 +129,8 @@ def rank_of(bench: Bench, runs: int) -> int:
 
 def new_trainer(bench: Bench, runs: int, deterministic: bool = False, **settings: Any) -> TorchTrainer:
     decoder = bench.decoder.with_backend(choose_backend("cuda", torch.bfloat16, deterministic=deterministic))
-    trainer = TorchTrainer(decoder, bench.shape, max_pass_tokens=16_384, **settings)
+    tokens = 16_384 if rank_of(bench, runs) == RANK else 8192  # beside 16 adapters on experts
+    trainer = TorchTrainer(decoder, bench.shape, max_pass_tokens=tokens, **settings)
     for i in range(runs):
         trainer.execute(CreateAdapter(f"run{i}", LoraConfig(rank=rank_of(bench, runs), seed=i)))
     return trainer

@@ -44,7 +44,7 @@ def test_routing_equals_the_plain_one(router: RouterConfig, tokens: int) -> None
 
 
 @pytest.mark.parametrize("routed", [True, False])
-@pytest.mark.parametrize("tokens", [1, 5, 40, 70])
+@pytest.mark.parametrize("tokens", [1, 5, 21, 40, 70])
 def test_rows_are_sorted_by_expert_and_tiles_cover_them(tokens: int, routed: bool) -> None:
     logits = random(tokens, COUNT, dtype=torch.float32)
     logits[:, 5] = -9.0  # one that nobody chooses

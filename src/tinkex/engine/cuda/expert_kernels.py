@@ -160,14 +160,14 @@ def _route_few(
     tl.store(starts + one, tl.sum((flat[None, :] < one[:, None]).to(tl.int32), 1), mask=one < E)
     tl.store(starts + E, T * K)
     begins = mine & (rank % TILE == 0)
-    # how many tiles begin before: the rows of lower experts that begin one, as a column of their own
-    column = tl.reshape(begins.to(tl.int32), (1, rows))
-    tile = tl.sum(tl.where(lower, column, 0), 1) + rank // TILE
-    used = tl.sum(begins.to(tl.int32), 0)
-    tl.store(cells + tile, flat, mask=begins)
-    tl.store(cells + tiles + tile, before + rank, mask=begins)
-    tl.store(cells + 2 * tiles + tile, tl.minimum(count - rank, TILE), mask=begins)
-    tl.store(cells + 2 * tiles + row, tl.zeros((rows,), tl.int32), mask=(row >= used) & (row < tiles))
+    # a tile's number: of the rows that begin one, those of lower experts, and the earlier ones of its own
+    number = tl.sum((lower & begins[None, :]).to(tl.int32), 1) + rank // TILE
+    here = (number[None, :] == row[:, None]) & begins[None, :]  # the one row, or none, that begins each tile
+    inside = row < tiles
+    tl.store(cells + row, tl.sum(tl.where(here, flat[None, :], 0), 1), mask=inside)
+    tl.store(cells + tiles + row, tl.sum(tl.where(here, (before + rank)[None, :], 0), 1), mask=inside)
+    left = tl.minimum(count - rank, TILE)
+    tl.store(cells + 2 * tiles + row, tl.sum(tl.where(here, left[None, :], 0), 1), mask=inside)
 
 
 @launched
@@ -607,6 +607,7 @@ def _combine(
             slot = tl.load(slots + token)
             if slot >= 0:
                 dtype: tl.constexpr = y.dtype.element_ty
+                total = total.to(dtype).to(tl.float32)  # as if it had been stored before
                 where = (table, scales, columns, column)
                 rank, matrix = _matrix(where, 0, slot, slot * 0, 0, dtype)
                 for first in range(0, rank, BLOCK_R):
