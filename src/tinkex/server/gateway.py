@@ -36,8 +36,10 @@ from tinkex.engine.protocol import EngineError
 from tinkex.errors import InvalidInputError
 from tinkex.server.api_keys import Authenticator, Identity, credential
 from tinkex.server.bodies import BIG, BodyCodec, ClientDisconnected, IncomingRequest, InUse
+from tinkex.server.forward import Forwarder
 from tinkex.server.metrics import Metrics
 from tinkex.server.uvicorn_protocol import CONNECTION, SingleWriteProtocol
+from tinkex.service.peers import Elsewhere
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import Service
 from tinkex.types.checkpoints import CheckpointArchiveUrlResponse
@@ -104,6 +106,7 @@ class Gateway:
     metrics: Metrics
     requests: InUse
     public_url: str = ""
+    forwarder: Forwarder | None = None  # where several servers share a ledger
 
     def __post_init__(self) -> None:
         self.draining = False
@@ -128,6 +131,12 @@ class Gateway:
         self.requests.take(caller.user, 1)
         http.user = caller.user
         return caller
+
+    async def forward(self, http: IncomingRequest, body: bytes, there: Elsewhere) -> Response:
+        """The answer of the server that owns the session."""
+        if self.forwarder is None:
+            raise there
+        return await self.forwarder.send(http, body, there)
 
     def leave(self, http: IncomingRequest) -> None:
         """The request was answered, or given up."""
@@ -226,7 +235,12 @@ class Endpoint:
 
     async def _handle(self, http: IncomingRequest, request_id: str) -> Response:
         try:
-            return await self._handler(http)
+            try:
+                return await self._handler(http)
+            except Elsewhere as there:
+                if http.scope["method"] != "GET":
+                    raise
+                return await self._gateway.forward(http, b"", there)
         except Exception as error:
             return self._failure(error, request_id)
 
@@ -310,9 +324,16 @@ def _handler(op: Op[Any, Any], gateway: Gateway) -> Handler:
             turn = op.has_future and await bodies.parse(http, body, peek)
             if not turn:
                 raise  # raised here, not in a helper: a traceback keeps the body of every frame alive
-            promise = await gateway.service.training.fail(op.name, *turn, str(error), caller)
+            try:
+                promise = await gateway.service.fail(op.name, *turn, str(error), caller)
+            except Elsewhere as there:
+                return await gateway.forward(http, body, there)
             return await _response(op, gateway, http, None, promise)
-        return await _response(op, gateway, http, request, await call(op, request, caller))
+        try:
+            value = await call(op, request, caller)
+        except Elsewhere as there:
+            return await gateway.forward(http, body, there)
+        return await _response(op, gateway, http, request, value)
 
     return handle
 

@@ -42,6 +42,7 @@ from tinkex.server.bodies import (
 )
 from tinkex.server.console.console_routes import server_console
 from tinkex.server.downloads import download_routes
+from tinkex.server.forward import Forwarder
 from tinkex.server.gateway import Endpoint, Gateway, build_app
 from tinkex.server.generate import generate_routes
 from tinkex.server.metrics import Metrics
@@ -52,6 +53,7 @@ from tinkex.server.signing import DownloadSigner, WeightsTokens, home_secret
 from tinkex.server.stream_sample import stream_sample_endpoint
 from tinkex.server.uvicorn_protocol import SingleWriteProtocol
 from tinkex.service.config import ServiceConfig
+from tinkex.service.peers import Peers
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.service import ServerHooks, Service
 from tinkex.store import is_remote
@@ -86,6 +88,7 @@ class ServerConfig:
     requests_per_user: int = 8_192  # open at a time, long polls included
     body_memory: int = MAX_UNDECODED
     body_memory_per_user: int = MAX_UNDECODED_PER_USER
+    peer_url: str = ""  # how other servers of a shared ledger reach it, if not at its host and port
     cors_origins: tuple[str, ...] = ()  # whose pages may call the APIs from a browser
 
 
@@ -126,15 +129,32 @@ class Server:
         self.config = config
         self._say = say
         home = config.service.home
+        self._socket = _listen(config.host, config.port)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self.url = config.public_url or _url(config.host, self.address[1])
+        try:
+            self._build(home)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def _build(self, home: Path) -> None:
+        config, peers = self.config, None
         try:
             home.mkdir(0o700, parents=True, exist_ok=True)
-            secret = home_secret(home)
+            if config.service.ledger is None:
+                secret = home_secret(home)
+            else:
+                peers = Peers(config.service, config.peer_url or _url(config.host, self.address[1]))
+                secret = peers.database.secret()
+        except TinkerError as error:
+            raise StartError(_first_line(error)) from error
         except (OSError, ValueError) as error:
             raise StartError(f"the home {home} cannot be used: {error}") from None
         self._secret, self._metrics, self._signer = secret, Metrics(), DownloadSigner(secret)
         place = config.service.store  # what an object store holds, it sends by itself
         self._files = home if place is None or is_remote(place) else Path(place)
-        hooks = ServerHooks(self._link, WeightsTokens(secret).run_of, self._metrics)
+        hooks = ServerHooks(self._link, WeightsTokens(secret).run_of, self._metrics, peers)
         try:
             self.service = Service(config.service, server=hooks)
         except TinkerError as error:
@@ -144,13 +164,11 @@ class Server:
         elsewhere = public if is_loopback_host(config.host) else f"--host {config.host}"
         if elsewhere and authenticator.is_open:
             self.service.ledger.close()
+            where = f"--home {home}" if peers is None else "--ledger postgresql://…"
             raise StartError(
                 f"no API key is configured, so only this machine may connect, without {elsewhere}. "
-                f"Make a key first: tinkex server keys add NAME --home {home}"
+                f"Make a key first: tinkex server keys add NAME {where}"
             )
-        self._socket = _listen(config.host, config.port)
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self.url = config.public_url or _url(config.host, self.address[1])
         on_this_machine = is_loopback_host(config.host) and not config.public_url
         # Between processes of one machine, sending bytes is cheaper than compressing them.
         bodies = BodyCodec(
@@ -159,8 +177,9 @@ class Server:
         )  # fmt: skip
         requests = InUse("open requests", config.requests_per_user, config.max_connections)
         self.gateway = Gateway(
-            self.service, authenticator, bodies, self._metrics, requests, config.public_url
-        )
+            self.service, authenticator, bodies, self._metrics, requests, config.public_url,
+            None if peers is None else Forwarder(),
+        )  # fmt: skip
         self._most_connections = _most_connections(config.max_connections)
         self._uvicorn = _UvicornServer(
             self._uvicorn_config(), self.gateway, config.drain_seconds, self._most_connections
@@ -220,9 +239,21 @@ class Server:
             await asyncio.wait([listening, starting], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
+                await self._while_it_counts(listening)
             await listening
         finally:
             await self._end(listening, starting)
+
+    async def _while_it_counts(self, listening: asyncio.Task[None]) -> None:
+        """Wait for the end; StartError, at once, if other servers have ended this one."""
+        if (peers := self.service.peers) is None:
+            return
+        lost = asyncio.get_running_loop().create_task(peers.lost.wait())
+        await asyncio.wait([listening, lost], return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            self._uvicorn.force_exit = True
+            raise StartError(peers.why_lost)
+        lost.cancel()
 
     def stop(self) -> None:
         """Stop after open requests have finished; called a second time, stop at once."""
@@ -244,6 +275,8 @@ class Server:
         await asyncio.gather(listening, starting, return_exceptions=True)
         if self.service.ready:
             await self.service.stop()
+        if self.gateway.forwarder is not None:
+            await self.gateway.forwarder.aclose()
         self.gateway.bodies.close()
         self._socket.close()
 

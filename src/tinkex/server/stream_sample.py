@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinkex.server.bodies import IncomingRequest
 from tinkex.server.gateway import Endpoint, Gateway
+from tinkex.service.peers import Elsewhere
 from tinkex.service.samplers import SampleEvents
 from tinkex.wire import ops
 from tinkex.wire.codec import write_event
@@ -74,7 +75,12 @@ def stream_sample_endpoint(gateway: Gateway) -> Endpoint:
         caller = gateway.admit(http)
         bodies = gateway.bodies
         limit = bodies.limit_of(ops.SAMPLE, http)
-        request = await bodies.decode(ops.SAMPLE, http, await bodies.read(http, limit), limit)
+        body = await bodies.read(http, limit)
+        request = await bodies.decode(ops.SAMPLE, http, body, limit)
+        try:
+            await gateway.service.check_here(request)
+        except Elsewhere as there:
+            return await gateway.forward(http, body, there)
         events = gateway.service.stream(request, caller)
         return EventStream(_encoded(events, gateway.without_paths), aclosing(events))
 

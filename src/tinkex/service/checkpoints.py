@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -38,6 +39,7 @@ class Checkpoints:
     _activity: Activity
     _archives: Archives
     _files: SavedFiles
+    _owns: Callable[[str], bool]  # does this server own that session?
     _copying: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def _find(self, request: _Named, caller: Caller, *, to_change: bool = True) -> CheckpointRow:
@@ -118,6 +120,8 @@ class Checkpoints:
         if not self._activity.clock_is_steady:
             return
         for row in self._ledger.expired_checkpoints(time.time()):
+            if not self._owns(row.run_id.partition(":")[0]):
+                continue
             async with self._home.locked(row.directory):
                 if self._ledger.checkpoint(*row.key) == row:  # else it was saved again meanwhile
                     await self._remove(row)

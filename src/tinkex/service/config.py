@@ -27,6 +27,8 @@ class ServiceConfig:
     offline: bool = False  # never ask a hub for a model or tokenizer
 
     # what survives
+    ledger: str | None = None  # a Postgres URL that several servers share, with `store`; None: SQLite
+    lease: float = 10.0  # how long a server of a shared ledger may be silent before others take over
     store: str | None = None  # where saved adapters are (`tinkex.store`); None: in the home
     resume: bool = True  # clients outlive this process: go on with the runs of an earlier one
     durability: Durability = "process"  # what was acknowledged survives a killed process, or a power cut too

@@ -18,7 +18,7 @@ import os
 import time
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from tinkex.errors import RequestErrorCategory
 from tinkex.types.futures import FutureFailed, FutureFinished, RequestFailedResponse
 
 log = logging.getLogger("tinkex.service")
+SAMPLES = "samples"  # a file in the home: the ids of samples not yet fetched
 REWRITE = 10_000  # stale lines before the file of samples is written again
 # Why a future is not done yet: a queue state of the wire, and a sentence about it.
 QueueState = tuple[str, str | None]
@@ -114,10 +115,10 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 class Futures:
     """All futures of a service."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "") -> None:
         self._futures: dict[str, Future] = {}
         self.held: Counter[str] = Counter()  # bytes of large outcomes, pending ones too, by owner
-        self._prefix, self._count = uuid.uuid4().hex[:12], itertools.count()
+        self._prefix, self._count = prefix or uuid.uuid4().hex[:12], itertools.count()
 
     def __len__(self) -> int:
         return len(self._futures)
@@ -178,7 +179,8 @@ class _Feed:
 class Completions:
     """The samples of all samplers that have not been fetched; `path` None: not kept over a restart."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, wrote: Callable[[Path], None] = lambda path: None) -> None:
+        self._wrote = wrote  # is told when the file has changed
         self._feeds: defaultdict[str, _Feed] = defaultdict(_Feed)
         self._open: dict[str, str] = {}  # request id -> feed, until it is fetched
         self._cursor = time.time_ns() // 1000  # the last one
@@ -189,11 +191,15 @@ class Completions:
     def restore(self) -> None:
         """Read what an earlier process left, and keep the file from now on."""
         if self._path is not None:
-            for request_id, feed in _read(self._path).items():
-                self._lost.add(request_id)
-                self.begin(feed, request_id)
-                self.end(feed, request_id, failed=False)
+            self.adopt(self._path)
             self._rewrite(self._path)
+
+    def adopt(self, path: Path) -> None:
+        """Report the samples as ended that another process left in its file: their clients sample again."""
+        for request_id, feed in _read(path).items():
+            self._lost.add(request_id)
+            self.begin(feed, request_id)
+            self.end(feed, request_id, failed=False)
 
     def begin(self, feed: str, request_id: str) -> None:
         """A sample was accepted."""
@@ -262,6 +268,8 @@ class Completions:
         if self._file >= 0:
             with suppress(OSError):  # a full disk: after a crash it is not reported, and its client times out
                 os.write(self._file, lines)
+            if self._path is not None:
+                self._wrote(self._path)
 
     def _rewrite(self, path: Path) -> None:
         self.close()

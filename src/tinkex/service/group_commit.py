@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -80,7 +80,10 @@ class GroupCommit:
     def mark(self) -> int:
         """The round after which everything written so far is on the disk."""
         with self._lock:
-            return self._begun + bool(self._unsynced or self._appends)
+            return self._begun + self._has_work()
+
+    def _has_work(self) -> bool:
+        return bool(self._unsynced or self._appends)
 
     async def reached(self, mark: int) -> None:
         """Wait for a round; Refusal if the disk does not take what it should hold."""
@@ -102,11 +105,16 @@ class GroupCommit:
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         self._pause = None
         with self._lock:
-            paths, self._unsynced = self._unsynced, set()
-            appends, self._appends = self._appends, []
-            self._append_bytes = 0
+            work = self._take()
             self._begun += 1
-        loop.run_in_executor(self._rounds, self._round, paths, appends).add_done_callback(self._ended)
+        loop.run_in_executor(self._rounds, work).add_done_callback(self._ended)
+
+    def _take(self) -> Callable[[], None]:
+        """What the next round is to do."""
+        paths, self._unsynced = self._unsynced, set()
+        appends, self._appends = self._appends, []
+        self._append_bytes = 0
+        return lambda: self._round(paths, appends)
 
     def _ended(self, syncing: asyncio.Future[None]) -> None:
         if (error := syncing.exception()) is None:

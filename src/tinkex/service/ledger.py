@@ -264,7 +264,7 @@ class Ledger:
     def delete_session(self, session_id: str) -> None:
         """With its samplers, uploaded losses and runs; what it used stays."""
         with self.transaction():
-            for table in ("samplers", "custom_losses", "runs", "sessions"):
+            for table in ("samplers", "custom_losses", "runs", "leases", "sessions"):
                 self._do(f"DELETE FROM {table} WHERE session_id = ?", [session_id])
 
     def sessions(self, scope: Scope, *, limit: int, offset: int = 0) -> rows.RowPage[SessionRow]:
@@ -372,6 +372,14 @@ class Ledger:
     def runs_in_state(self, *states: rows.StoredRunState) -> list[RunRow]:
         """Oldest first: those to restore at start."""
         return self._select(RunRow, f"WHERE state IN {_LISTED} ORDER BY created_at, rowid", [_listed(states)])
+
+    # -- which server owns a session (where several share a ledger) --------------------------------------
+
+    def lease(self, session_id: str) -> rows.LeaseRow | None:
+        return self._one(rows.LeaseRow, "session_id = ?", session_id)
+
+    def sessions_owned(self, server: str) -> list[str]:
+        return [name for (name,) in self._read("SELECT session_id FROM leases WHERE server = ?", [server])]
 
     # -- samplers and custom losses ----------------------------------------------------------------------
 
@@ -548,7 +556,7 @@ _UNEXPIRED = "(expires_at IS NULL OR expires_at > ?)"
 _LISTED = "(SELECT value FROM json_each(?))"  # a list of any length as one parameter
 _ADD_TO_USAGE = """
     ON CONFLICT (hour, owner, kind, ifnull(project_id, ''), ifnull(session_id, ''), ifnull(run_id, ''),
-                 ifnull(base_model, '')) DO UPDATE SET amount = amount + excluded.amount"""
+                 ifnull(base_model, '')) DO UPDATE SET amount = usage.amount + excluded.amount"""
 
 
 def _listed(values: Iterable[str]) -> str:

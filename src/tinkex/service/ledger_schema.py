@@ -126,6 +126,15 @@ def _runs_know_their_trainer(execute: Execute) -> None:
     execute("ALTER TABLE runs ADD COLUMN trainer INTEGER NOT NULL DEFAULT -1")
 
 
+def _sessions_have_leases(execute: Execute) -> None:
+    execute(
+        """CREATE TABLE leases (
+            session_id TEXT PRIMARY KEY REFERENCES sessions, server TEXT NOT NULL, epoch INTEGER NOT NULL,
+            checksum INTEGER)"""
+    )
+    execute("CREATE INDEX leases_by_server ON leases (server)")
+
+
 # Append to it; never edit what is there: it was applied to ledgers that exist. A table made later has its
 # `checksum INTEGER` column from the beginning.
 MIGRATIONS: tuple[Migration, ...] = (
@@ -136,6 +145,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _runs_have_names_states_and_totals,
     _keys_may_be_admins,
     _runs_know_their_trainer,
+    _sessions_have_leases,
 )
 
 

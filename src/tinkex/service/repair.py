@@ -19,8 +19,8 @@ from tinkex.service.home import Home
 from tinkex.service.ledger import FILES, Ledger, LedgerError, salvage
 from tinkex.service.rows import CheckpointRow, RunRow, SessionRow
 from tinkex.service.runs.journal import restore
-from tinkex.service.runs.lifecycle import SNAPSHOT
 from tinkex.service.runs.segments import JournalError
+from tinkex.service.runs.snapshots import SNAPSHOT
 from tinkex.store import DamagedError, directory_bytes, verify
 from tinkex.types.params import LoraConfig
 

@@ -182,6 +182,15 @@ class KeyRow:
     admin: bool = False  # it sees what is everybody's
 
 
+@dataclass(frozen=True)
+class LeaseRow:
+    """Which server owns a session, where several share a ledger; `epoch` counts its owners."""
+
+    session_id: str
+    server: str
+    epoch: int
+
+
 Row = TypeVar("Row")
 
 
@@ -250,6 +259,7 @@ def texts(metadata: dict[str, Any] | None) -> dict[str, str]:
 TABLES: dict[type, str] = {
     SessionRow: "sessions", RunRow: "runs", SamplerRow: "samplers", CheckpointRow: "checkpoints",
     CustomLossRow: "custom_losses", UsageRow: "usage", AuditRow: "audit", KeyRow: "keys",
+    LeaseRow: "leases",
 }  # fmt: skip
 _JSON = frozenset(
     {"tags", "user_metadata", "status", "optimizer_config", "inputs", "nodes", "details", "curve"}

@@ -15,7 +15,7 @@ import math
 import operator
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,8 +118,8 @@ class _Totals:
 class RunMetrics:
     """Writes and serves the metrics of runs."""
 
-    def __init__(self, home: Home, access: Access, ledger: Ledger) -> None:
-        self._home = home
+    def __init__(self, home: Home, access: Access, ledger: Ledger, wrote: Callable[[Path], None]) -> None:
+        self._home, self._wrote = home, wrote
         self._access = access
         self._ledger = ledger
         self._windows: defaultdict[str, _Window] = defaultdict(_Window)
@@ -188,6 +188,7 @@ class RunMetrics:
             directory.mkdir(parents=True, exist_ok=True)
             if _append(directory / file, f"{json.dumps(finite)}\n".encode()) > MAX_BYTES:
                 _thin_out(directory / file)
+            self._wrote(directory / file)
         except OSError as error:
             log.warning("a line of %s is missing in its metrics: %s", run_id, error)
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from tinkex import tracing
@@ -29,13 +30,14 @@ from tinkex.service.billing import Billing
 from tinkex.service.checkpoints import Checkpoints
 from tinkex.service.config import ServiceConfig
 from tinkex.service.custom_losses import CustomLosses
-from tinkex.service.futures import Completions, Futures
+from tinkex.service.futures import SAMPLES, Completions, Futures
 from tinkex.service.group_commit import GroupCommit, replay
 from tinkex.service.home import Home
 from tinkex.service.imports import Imports
 from tinkex.service.ledger import Ledger, LedgerError, LedgerFullError
+from tinkex.service.peers import Peers
 from tinkex.service.refusal import Caller, Refusal
-from tinkex.service.rows import Scope
+from tinkex.service.rows import RunRow, Scope
 from tinkex.service.run_listing import RunListing
 from tinkex.service.run_metrics import RunMetrics
 from tinkex.service.run_upkeep import RunUpkeep
@@ -44,6 +46,7 @@ from tinkex.service.runs.execution import Barriers
 from tinkex.service.runs.journal import JournalError
 from tinkex.service.runs.manager import RunManager
 from tinkex.service.runs.saving import SAVES, Saves
+from tinkex.service.runs.snapshots import Snapshots
 from tinkex.service.runs.training_loop import TrainingObserver
 from tinkex.service.samplers import SampleEvents, SampleObserver, Samplers
 from tinkex.service.saved_files import SavedFiles
@@ -51,6 +54,7 @@ from tinkex.service.served_models import Capabilities, ServedModels
 from tinkex.service.sessions import Sessions, SessionTraces
 from tinkex.store import DamagedError, StoreError
 from tinkex.types import futures as polls
+from tinkex.types.futures import UntypedAPIFuture
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.sessions import DeleteSessionRequest
 from tinkex.wire import ops
@@ -82,11 +86,12 @@ class Observer(TrainingObserver, SampleObserver, Protocol):
 
 @dataclass(frozen=True)
 class ServerHooks:
-    """What a server gives to its service: download links, weights access tokens, metrics."""
+    """What a server gives to its service: download links, weights access tokens, metrics, who else serves."""
 
     link: Link
     opened_by: OpenedBy
     observer: Observer
+    peers: Peers | None = None
 
 
 class Service:
@@ -102,17 +107,25 @@ class Service:
         self.ready = False
         self.long_poll = config.long_poll
         self._upkeep: asyncio.Task[None] | None = None
+        self.peers = peers = None if server is None else server.peers
+        if config.ledger is not None and peers is None:
+            self.peers = peers = Peers(config, "")
         self.home = home = Home(
-            config.home, config.disk_quota, config.disk_per_user,
+            config.home if peers is None else peers.directory, config.disk_quota, config.disk_per_user,
             self._sessions_of, self._stored_bytes,
         )  # fmt: skip
         home.free_spare()
-        self.disk = disk = GroupCommit(config.home, power=config.durability == "power")
-        self.ledger = ledger = Ledger(config.home / "ledger.sqlite", disk.wrote)
-        for directory in (config.home, config.home.parent):  # they name the ledger's files, and the home
-            disk.wrote(directory)
+        if peers is None:
+            self.disk = disk = GroupCommit(config.home, power=config.durability == "power")
+            self.ledger = ledger = Ledger(config.home / "ledger.sqlite", disk.wrote)
+            for directory in (config.home, config.home.parent):  # they name the ledger's files, and the home
+                disk.wrote(directory)
+        else:
+            self.disk, self.ledger = disk, ledger = peers.commit, peers.ledger
+        owns: Callable[[str], bool] = (lambda session_id: True) if peers is None else peers.owns
+        wrote: Callable[[Path], None] = (lambda path: None) if peers is None else peers.commit.wrote
         self.models = models = ServedModels(config, build)
-        self.futures = futures = Futures()
+        self.futures = futures = Futures("" if peers is None else peers.server)
         self.archives = archives = Archives(home)
         link = archives.link if server is None else server.link
         observers = [] if server is None else [server.observer]
@@ -122,13 +135,14 @@ class Service:
             ledger, activity, (lambda token: None) if server is None else server.opened_by
         )
         self.traces = traces = SessionTraces(home, files, access, activity)
-        self.metrics = metrics = RunMetrics(home, access, ledger)
-        self.completions = Completions(config.home / "samples" if config.resume else None)
+        self.metrics = metrics = RunMetrics(home, access, ledger, wrote)
+        self.completions = Completions(home.root / SAMPLES if config.resume else None, wrote)
         adapters = AdapterCaches(home, files, access)
         saves = Saves(home, files, ledger, access, activity, adapters, disk)
         barriers = Barriers(saves, files, access)
+        snapshots = Snapshots(home, files, disk, shared=peers is not None)
         self.runs = RunManager(
-            config, ledger, home, disk, models, futures, barriers, [traces, metrics, *observers]
+            config, ledger, home, disk, models, futures, barriers, snapshots, [traces, metrics, *observers]
         )  # fmt: skip
         self.training = training = TrainingRequests(
             config, ledger, home, disk, access, activity, models, futures, self.runs
@@ -138,8 +152,12 @@ class Service:
             [traces, *observers],
         )  # fmt: skip
         self._losses = losses = CustomLosses(ledger, home, access, models, futures)
-        self.sessions = sessions = Sessions(config, ledger, access, activity, models, self.runs, self.flush)
-        self.checkpoints = checkpoints = Checkpoints(ledger, home, disk, access, activity, archives, files)
+        self.sessions = sessions = Sessions(
+            config, ledger, access, activity, models, self.runs, self.flush, owns
+        )
+        self.checkpoints = checkpoints = Checkpoints(
+            ledger, home, disk, access, activity, archives, files, owns
+        )
         imports = Imports(ledger, home, files, access, activity, models)
         listing = RunListing(config, ledger, access, activity, models, self.runs, metrics)
         upkeep = RunUpkeep(ledger, home, disk, access, activity, self.runs, metrics, checkpoints, files)
@@ -180,7 +198,12 @@ class Service:
             if self.config.preload:  # first: if it fails, unanswered requests must wait for a better start
                 await self.models.load_all()
             self.completions.restore()
-            await self._recover()
+            if self.peers is None:
+                await self._recover()
+            else:  # with models loaded: a lease must be renewed from its beginning
+                await self.peers.start()
+                await self.peers.take_over(self._adopt)
+                self.peers.keep(self._adopt)
         except BaseException:
             self.home.unlock()
             raise
@@ -192,6 +215,21 @@ class Service:
         """Use the home beside the process that serves it: to list and tidy up, not to compute."""
         self.ready = True
 
+    async def _adopt(self, sessions: list[str], samples: list[Path]) -> None:
+        """Go on with the sessions of another server, whose files are here now."""
+        for path in samples:
+            self.completions.adopt(path)
+        for row in [run for session in sessions for run in self.ledger.runs_of_session(session)]:
+            if self._is_over(row):
+                self.sessions.ended.add(row.session_id)
+            elif row.state == "live" and not row.corrupted:
+                await self.runs.go_on(row)
+
+    def _is_over(self, row: RunRow) -> bool:
+        """Has its session ended, so that its files are to be deleted?"""
+        session = self.ledger.session(row.session_id)
+        return session is None or session.status["type"] != "active"
+
     async def _recover(self) -> None:
         """Open the runs with unanswered requests, and note which sessions' files are to be deleted.
 
@@ -201,8 +239,7 @@ class Service:
             with suppress(LedgerFullError):
                 self.sessions.end_all()
         for row in self.ledger.runs_in_state("live", "evicted"):
-            session = self.ledger.session(row.session_id)
-            if session is None or session.status["type"] != "active":
+            if self._is_over(row):
                 self.sessions.ended.add(row.session_id)
             elif row.state == "live" and not row.corrupted:
                 with suppress(LedgerFullError):
@@ -215,14 +252,21 @@ class Service:
             self._upkeep.cancel()
             await asyncio.gather(self._upkeep, return_exceptions=True)
         await self.samplers.stop()
-        await self.runs.stop()
+        try:
+            await self.runs.stop()
+        except Refusal as refusal:  # of a server that was taken over: others have its runs
+            log.error("runs were not saved: %s", refusal)
         self.flush()
+        if self.peers is not None:
+            await self.peers.stop()
         self.disk.close()
         self.completions.close()
         self.archives.clear()
         await self.models.close()
         self.ledger.close()
         self.home.unlock()
+        if self.peers is not None:
+            self.peers.close()
 
     def flush(self) -> None:
         """Write what is collected in memory to the ledger."""
@@ -235,6 +279,8 @@ class Service:
         if method is None:
             raise Refusal(404, f"this service does not offer {op.name}")
         try:
+            if self.peers is not None:
+                await self.peers.check(op, request)
             if op.name in GROWS and self.home.limited:
                 await self._check_quota(request, caller)
             if not tracing.is_on():
@@ -268,6 +314,17 @@ class Service:
         if why := await self.home.over_quota(size, caller.user):
             raise Refusal(422, why)
         self.home.count(caller.user, size)
+
+    async def fail(self, op: str, run_id: str, seq_id: int, message: str, caller: Caller) -> UntypedAPIFuture:
+        """Accept a request that cannot be read, only for its future to fail in its turn."""
+        if self.peers is not None:
+            await self.peers.check_session(run_id.partition(":")[0], fresh=False)
+        return await self.training.fail(op, run_id, seq_id, message, caller)
+
+    async def check_here(self, request: SampleRequest) -> None:
+        """Elsewhere if another server is to draw this sample."""
+        if self.peers is not None:
+            await self.peers.check(ops.SAMPLE, request)
 
     def stream(self, request: SampleRequest, caller: Caller) -> SampleEvents:
         """Sample, and iterate over the tokens as they are drawn; Refusal if it is not accepted."""
@@ -365,7 +422,9 @@ class Service:
             self.archives.sweep()
             await asyncio.to_thread(self.files.sweep_archives)
             self.home.keep_spare()
-            self.billing.count_storage()
+            self.billing.count_storage(bill=self.peers is None or self.peers.leads)
+            if self.peers is not None and self.peers.leads:
+                await asyncio.to_thread(self.peers.database.trim)
             self.sessions.expire()
             for session_id in list(self.activity.seen):
                 await self.samplers.clean(session_id, ended=False)

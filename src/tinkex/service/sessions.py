@@ -45,6 +45,7 @@ class Sessions:
     _models: ServedModels
     _runs: RunManager
     _flush: Callable[[], None]  # what is collected in memory, to the ledger
+    _owns: Callable[[str], bool]  # does this server own that session?
     _started: float = field(default_factory=time.time, init=False)
     ended: set[str] = field(default_factory=set[str], init=False)  # whose runs and samplers are to be deleted
 
@@ -113,7 +114,11 @@ class Sessions:
     def _silent_for(self, seconds: float) -> set[str]:
         limit = time.time() - seconds
         rows = self._ledger.active_sessions(seen_before=limit)
-        return {row.session_id for row in rows if self._activity.seen.get(row.session_id, 0.0) < limit}
+        return {
+            row.session_id
+            for row in rows
+            if self._activity.seen.get(row.session_id, 0.0) < limit and self._owns(row.session_id)
+        }
 
     # -- listing -----------------------------------------------------------------------------------------
 

@@ -26,14 +26,14 @@ from tinkex.service.config import ServiceConfig
 from tinkex.service.futures import Future, seq_of
 from tinkex.service.group_commit import GroupCommit
 from tinkex.service.ledger import Ledger
+from tinkex.service.refusal import Refusal
 from tinkex.service.rows import RunRow
 from tinkex.service.runs.journal import Journal, JournalError
+from tinkex.service.runs.snapshots import SNAPSHOT, Snapshots
 from tinkex.service.scheduler import OrderedRequests, Scheduler
 from tinkex.service.served_models import ServedModel, execute
-from tinkex.store import add_checksums, sync_tree
 
 log = logging.getLogger("tinkex.service")
-SNAPSHOT = "adapter"  # the directory inside a snapshot
 
 
 class RunState(Enum):
@@ -62,6 +62,7 @@ class Run:
     config: ServiceConfig
     ledger: Ledger
     disk: GroupCommit
+    snapshots: Snapshots
     in_memory: dict[str, Run]  # all runs, by id
     row: RunRow
     model: ServedModel
@@ -168,9 +169,9 @@ class Run:
             return
         await self._make_room(engine)
         if self.restore_from is not None:
-            location = str(self.restore_from / SNAPSHOT)
             try:
-                await execute(engine, LoadAdapter(self.id, location, optimizer=True))
+                async with self.snapshots.read(self.restore_from) as location:
+                    await execute(engine, LoadAdapter(self.id, str(location), optimizer=True))
             except EngineError as error:
                 if error.category != "user":  # the engine is in trouble, and the snapshot may be good
                     raise
@@ -243,11 +244,12 @@ class Run:
     async def _commit(self, part: Path, next_seq: int, steps: int) -> None:
         """Sync a snapshot to the disk, and begin a replay from it from then on."""
         try:
-            await asyncio.to_thread(add_checksums, part / SNAPSHOT)
-            await asyncio.to_thread(sync_tree, part)
+            await self.snapshots.keep(self.id, part)
             delivered = {i for i in self.delivered if seq_of(i) < next_seq}
+            before = self.snapshots.place_of(self.journal.snapshot)
             await asyncio.to_thread(self.journal.commit_snapshot, part, delivered)
-        except (JournalError, OSError) as error:
+            await self.snapshots.replaced(before, self.journal.snapshot)
+        except (JournalError, OSError, Refusal) as error:
             log.error("no snapshot of %s: %s", self.id, error)
             self.steps += steps
         else:

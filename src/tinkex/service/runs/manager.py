@@ -28,6 +28,7 @@ from tinkex.service.runs.execution import Barriers, Past, Unreadable, plan
 from tinkex.service.runs.journal import Journal, JournalEntry, JournalError, Restored, delete, restore
 from tinkex.service.runs.lifecycle import Run, RunState
 from tinkex.service.runs.partition import choose_trainer
+from tinkex.service.runs.snapshots import Snapshots
 from tinkex.service.runs.training_loop import TrainingLoop, TrainingObserver
 from tinkex.service.scheduler import Scheduler
 from tinkex.service.served_models import ServedModel, ServedModels
@@ -46,6 +47,7 @@ class RunManager:
     models: ServedModels
     futures: Futures
     barriers: Barriers
+    snapshots: Snapshots
     observers: Sequence[TrainingObserver]
 
     def __post_init__(self) -> None:
@@ -133,6 +135,13 @@ class RunManager:
         except OSError as error:  # too many open files, a full disk: the files may be good
             raise Refusal(503, f"run {run_id} cannot be read now: {error}") from error
 
+    async def go_on(self, row: RunRow) -> None:
+        """Go on with a run of another server, whose journal is here now; a request may have opened it."""
+        try:
+            await self.find(row)
+        except Refusal as error:
+            log.error("run %s was not restored: %s", row.run_id, error)
+
     async def recover(self, row: RunRow) -> None:
         """After a restart, go on with a run that has unanswered requests; any other stays on disk.
 
@@ -157,8 +166,8 @@ class RunManager:
         scheduler = self._loop(model).scheduler
         queue = scheduler.open(row.run_id, row.owner, restored.next_seq)
         run = self._runs[row.run_id] = Run(
-            self.config, self.ledger, self.disk, self._runs, row, model, scheduler, queue, journal,
-            restored.snapshot,
+            self.config, self.ledger, self.disk, self.snapshots, self._runs, row, model, scheduler, queue,
+            journal, restored.snapshot,
         )  # fmt: skip
         if model.engine is not None:
             run.check_weights(model.engine)
@@ -322,6 +331,7 @@ class RunManager:
         await self.disk.synced()  # else a power cut could bring back the run without its journal
         directory = self.home.run_dir(row.run_id) / "journal"
         await asyncio.to_thread(lambda: directory.is_dir() and delete(directory))
+        self.disk.wrote(directory)
         return True
 
     async def discard(self, row: RunRow) -> None:
