@@ -119,6 +119,9 @@ bench-line: setup $(OFFICIAL)/.ready  ## the official client on `tinkex serve` b
 bench-trl: setup  ## our recipes and TRL's trainers on the same weights and data, one table
 	$(BIN)/python bench/trainers.py $(ARGS)
 
+bench-cluster: setup  ## what Ray costs and what more actors bring, with a fake device of fixed time, one table
+	$(BIN)/python bench/cluster.py $(ARGS)
+
 bench-fairness: setup  ## what one tenant notices while another floods the server, one table
 	$(BIN)/python bench/fairness.py $(ARGS)
 

@@ -118,7 +118,7 @@ def info(name: str, quantize: str) -> None:
         raise click.ClickException(
             f"this needs more packages: pip install 'tinkex[engine]' ({error})"
         ) from None
-    found = model_facts(_place(name), EngineConfig("", quantize=quantize))  # type: ignore[arg-type]
+    found = model_facts(place_of(name), EngineConfig("", quantize=quantize))  # type: ignore[arg-type]
     active = f", {_count(found.active_parameters)} active" * (found.active_parameters < found.parameters)
     lora = ", ".join(f"{kind} {_count(count)}" for kind, count in found.lora_per_rank.items())
     room = f"{size(found.free_bytes)} are free: {'it fits' if found.fits else 'it does not fit'}"
@@ -166,10 +166,10 @@ def pull(name: str | None) -> None:
 @click.argument("name")
 def path(name: str) -> None:
     """Print the place of the model called NAME on this machine; fails if it is not here."""
-    click.echo(_place(name))
+    click.echo(place_of(name))
 
 
-def _place(name: str) -> Path:
+def place_of(name: str) -> Path:
     from tinkex.models import CATALOGUE, find, is_fetchable, unknown_model
 
     if (place := find(name, _models_directory())) is not None:

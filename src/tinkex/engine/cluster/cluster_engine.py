@@ -242,7 +242,7 @@ def _share(config: EngineConfig, placement: Placement) -> dict[str, float]:
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0 and config.kind != "fake" and config.device != "cpu"
     gpus = placement.gpus if placement.gpus is not None else float(has_gpus)
     # On CPUs, engines adjust their threads to the load of the machine themselves.
-    return {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 0.25}
+    return {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 0.1}
 
 
 def _reserve(share: dict[str, float], placement: Placement) -> PlacementGroup:

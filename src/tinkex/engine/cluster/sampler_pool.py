@@ -1,9 +1,9 @@
 """The contract's sampler over several `SamplerActor`s: routing, adapters on first use, and repeats.
 
 A request whose sampler died before it answered anything is sent to another one; it waits while there is none.
-A stream of which something was delivered ends with EngineLost instead. Adapters are checked on one sampler
-when they are published, and loaded by the others when they are first used there. A lock guards everything:
-any event loop and any thread may call.
+A stream of which something was delivered ends with EngineLost instead. Files of adapters are checked on one
+sampler when they are published; other samplers load an adapter when it is first used there. A lock guards
+everything: any event loop and any thread may call.
 """
 
 from __future__ import annotations
@@ -112,10 +112,11 @@ class SamplerPool:
         self._check_open()
         if name in self._published:
             return
-        if isinstance(source, RemoteExport):
-            stored: Stored | Location = source.stored
-        else:
-            stored = await asyncio.to_thread(_stored, source)
+        if isinstance(source, RemoteExport):  # of one of our trainers: it fits, and samplers pull it together
+            with self._lock:
+                self._published.setdefault(name, source.stored)
+            return
+        stored = await asyncio.to_thread(_stored, source)
         with self._lock:
             self._published.setdefault(name, stored)
         try:
