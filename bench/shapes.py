@@ -21,7 +21,8 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def _shape(arch: str, width: int, layers: int, heads: tuple[int, int, int], mlp: int, vocab: int, tied: bool):
     """`heads` are query heads, kv heads and the width of one."""
-    names = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen3_5_text": "Qwen3_5"}
+    names = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+    names |= {"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}
     name = f"{names[arch]}ForCausalLM"
     return {
         "architectures": [name],
@@ -43,10 +44,13 @@ def _shape(arch: str, width: int, layers: int, heads: tuple[int, int, int], mlp:
     }
 
 
-def _hybrid(width: int, layers: int, heads: tuple[int, int, int], mlp: int, vocab: int):
-    """Three gated delta nets of 16 heads of 128, then attention."""
-    linear = {"num_key_heads": 16, "num_value_heads": 16, "key_head_dim": 128, "value_head_dim": 128}
-    return _shape("qwen3_5_text", width, layers, heads, mlp, vocab, tied=True) | {
+def _hybrid(
+    width: int, layers: int, heads: tuple[int, int, int], mlp: int, values: int, arch: str = "qwen3_5_text",
+    tied: bool = False,
+):  # fmt: skip
+    """Three gated delta nets of 16 key heads and `values` value heads of 128, then attention."""
+    linear = {"num_key_heads": 16, "num_value_heads": values, "key_head_dim": 128, "value_head_dim": 128}
+    return _shape(arch, width, layers, heads, mlp, 248320, tied) | {
         **{f"linear_{key}": value for key, value in linear.items()},
         "linear_conv_kernel_dim": 4,
         "rope_parameters": {
@@ -64,13 +68,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     "small": _shape("llama", 384, 8, (6, 2, 64), 1024, 16384, tied=False),
     "smollm2-135m": _shape("llama", 576, 30, (9, 3, 64), 1536, 49152, tied=True),
     "qwen3-0.6b": _shape("qwen3", 1024, 28, (16, 8, 128), 3072, 151936, tied=True),
-    "qwen3.5-0.8b": _hybrid(1024, 24, (8, 2, 256), 3584, 248320),
+    "qwen3.5-0.8b": _hybrid(1024, 24, (8, 2, 256), 3584, 16, tied=True),
+    "qwen3.5-9b": _hybrid(4096, 32, (16, 4, 256), 12288, 32),
+    "qwen3.5-35b-a3b": _hybrid(2048, 40, (16, 2, 256), 0, 32, "qwen3_5_moe_text")
+    | {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+    | {"shared_expert_intermediate_size": 512},
     "qwen3-8b": _shape("qwen3", 4096, 36, (32, 8, 128), 12288, 151936, tied=False),
     "qwen3-30b-a3b": _shape("qwen3_moe", 2048, 48, (32, 4, 128), 6144, 151936, tied=False)
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
 }
 
-GPU_SHAPES = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")  # of `--device cuda`
+GPU_SHAPES = (
+    "qwen3-0.6b",
+    "qwen3-8b",
+    "qwen3-30b-a3b",
+    "qwen3.5-9b",
+    "qwen3.5-35b-a3b",
+)  # of `--device cuda`
 
 
 def write_model(shape: str, directory: Path, device: str) -> str:
@@ -128,8 +142,26 @@ def matrix_parameters(shape: str, requests: int | None = None) -> float:
         if requests is not None:
             used = experts * (1 - (1 - best / experts) ** requests)
         mlp = experts + used * 3 * c["moe_intermediate_size"]
-    layer = c["hidden_size"] * (2 * heads + 2 * kv + mlp)
-    return c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"]
+        mlp += 3 * c.get("shared_expert_intermediate_size", 0)
+    attention, recurrent = _mixers(c)
+    gates = heads if recurrent else 0  # of attention, in models that have recurrent layers
+    keys, values = _delta_widths(c)
+    mixers = attention * (2 * heads + 2 * kv + gates)
+    mixers += recurrent * (2 * keys + 3 * values + 2 * c.get("linear_num_value_heads", 0))
+    return c["hidden_size"] * (mixers + c["num_hidden_layers"] * mlp + c["vocab_size"])
+
+
+def _mixers(config: dict[str, Any]) -> tuple[int, int]:
+    """How many layers have attention, and how many a gated delta net: three of four where there are any."""
+    layers = config["num_hidden_layers"]
+    attention = layers // 4 if "linear_num_key_heads" in config else layers
+    return attention, layers - attention
+
+
+def _delta_widths(config: dict[str, Any]) -> tuple[int, int]:
+    """Of a delta net's keys and values."""
+    keys, values = (config.get(f"linear_num_{kind}_heads", 0) for kind in ("key", "value"))
+    return keys * config.get("linear_key_head_dim", 0), values * config.get("linear_value_head_dim", 0)
 
 
 def training_flops(shape: str) -> float:
@@ -138,7 +170,12 @@ def training_flops(shape: str) -> float:
 
 
 def step_bytes(shape: str, itemsize: int, cached_tokens: float, requests: int) -> float:
-    """What one decoding step must read: the weights in use, and the keys and values of `cached_tokens`."""
+    """What one decoding step must move: the weights in use and the keys and values of `cached_tokens`, which
+    are read, and the recurrent states in fp32, which are read and written.
+    """
     c = SHAPES[shape]
-    kv = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
-    return itemsize * (matrix_parameters(shape, requests) + kv * cached_tokens)
+    (attention, recurrent), (keys, values) = _mixers(c), _delta_widths(c)
+    kv = 2 * attention * c["num_key_value_heads"] * c["head_dim"]
+    inputs = (c.get("linear_conv_kernel_dim", 1) - 1) * (2 * keys + values)
+    states = requests * recurrent * (c.get("linear_key_head_dim", 0) * values + inputs)
+    return itemsize * (matrix_parameters(shape, requests) + kv * cached_tokens) + 2 * 4 * states

@@ -16,6 +16,7 @@ from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.kv import KVCache
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.sequences import PublishedAdapter
+from tinkex.engine.torch.states import StatePool
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import LoraConfig, SamplingParams
 
@@ -29,10 +30,11 @@ def new_cache(decoder: Decoder, pages: int = 200) -> KVCache:
 def new_batch(decoder: Decoder, pages: int = 200, **limits: int) -> ContinuousBatch:
     cache = new_cache(decoder, pages)
     given = StepLimits(**{"context": decoder.config.max_context, "sequences": 64, **limits})
-    graphs = DecodeGraphs(decoder, cache, given.sequences, given.context)
-    return ContinuousBatch(
-        decoder, cache, given, DecodePipeline(graphs), prefill=CapturedPrefill(decoder, cache, given, graphs)
-    )
+    shapes = decoder.config.state_shapes
+    states = StatePool(shapes, 2 * given.sequences, cache.device) if shapes else None
+    graphs = DecodeGraphs(decoder, cache, given.sequences, given.context, states)
+    prefill = CapturedPrefill(decoder, cache, given, graphs)
+    return ContinuousBatch(decoder, cache, given, DecodePipeline(graphs), prefill=prefill, states=states)
 
 
 def published(decoder: Decoder, rank: int, seed: int, **flags: bool) -> PublishedAdapter:

@@ -15,8 +15,9 @@ from torch import Tensor
 from tests.engine.stepping import check, check_pages
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import SampleWork
+from tinkex.engine.torch import continuous_batch, states
 from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
-from tinkex.engine.torch.kv import KVCache
+from tinkex.engine.torch.kv import KVCache, chain
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.sequences import RunningSequence
@@ -60,11 +61,14 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_decoder(tiny_model(tmp_path_factory.mktemp("model"), "smollm2"))
 
 
-def new_batch(decoder: Decoder, pages: int, slots: int, **limits: int) -> ContinuousBatch:
+def new_batch(
+    decoder: Decoder, pages: int, slots: int, pipeline: Any = None, **limits: int
+) -> ContinuousBatch:
     c = decoder.config
     cache = KVCache(c.kv_shapes, pages, CPU, torch.float32)
     bounds = StepLimits(**{"context": c.max_context, "sequences": 16, **limits})
-    return ContinuousBatch(Folding(decoder), cache, bounds, states=StatePool(SHAPES, slots, CPU))  # type: ignore[arg-type]
+    folding: Any = Folding(decoder)
+    return ContinuousBatch(folding, cache, bounds, pipeline, states=StatePool(SHAPES, slots, CPU))
 
 
 def submit(batch: ContinuousBatch, prompt: list[int], tokens: int, samples: int = 1) -> Future:
@@ -170,3 +174,61 @@ def test_snapshots_lie_on_the_grid_and_before_the_end_of_the_prompt() -> None:
         1536,
     ]
     assert [snapshot_after(0, prompt) for prompt in (1, 16, 17, 32)] == [512, 512, 16, 16]
+
+
+class Ahead:
+    """A pipeline whose steps change the state when they are launched and land one step later."""
+
+    def __init__(self) -> None:
+        self.states: StatePool | None = None
+        self._flight: list[tuple[RunningSequence, int, float]] = []
+
+    def serves(self, request: object) -> bool:
+        return True
+
+    def step(self, sequences: Sequence[RunningSequence]) -> list[tuple[RunningSequence, int, float]]:
+        assert self.states is not None
+        before, known = self._flight, {s: token for s, token, _ in self._flight}
+        self._flight, held = [], self.states.tensors[0][0]
+        for sequence in sequences:
+            assert sequence.slot is not None
+            at, token = sequence.computed + sequence.in_flight, known.get(sequence, sequence.last)
+            held[sequence.slot] = fold([token], held[sequence.slot].item())
+            sequence.in_flight += 1
+            self._flight.append((sequence, at * 7 % 300, -1.0))
+        return self._landed(before)
+
+    def land(self) -> list[tuple[RunningSequence, int, float]]:
+        before, self._flight = self._flight, []
+        return self._landed(before)
+
+    def drop(self) -> None:
+        self._flight = []
+
+    def _landed(
+        self, flight: list[tuple[RunningSequence, int, float]]
+    ) -> list[tuple[RunningSequence, int, float]]:
+        for sequence, _, _ in flight:
+            sequence.in_flight -= 1
+        return flight
+
+
+def test_snapshots_fall_due_while_a_step_is_in_flight(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (states, continuous_batch):
+        monkeypatch.setattr(module, "GRID", 32)
+    pipeline: Any = Ahead()
+    batch = new_batch(decoder, 60, 12, pipeline)
+    pool = pipeline.states = batch.states
+    assert pool is not None
+    futures = [submit(batch, list(range(100 + i, 120 + i)), 70) for i in range(2)]
+    while batch.busy:
+        batch.step()
+    assert pool.slots.available == pool.slots.count
+    for i, future in enumerate(futures):
+        ids = [*range(100 + i, 120 + i), *future.result().sequences[0].tokens]
+        links = chain(b"base", np.asarray(ids), [])
+        for length in (32, 64):
+            (slot,) = pool.slots.find(links[length // 16 - 1 : length // 16])
+            assert pool.tensors[0][0][slot].item() == fold(ids[:length])

@@ -3,7 +3,8 @@
 
 With o a token's result, n what it adds to the state, and r the right side of its chunk's triangular system,
 the gradient to the running sum of the decays is o·∂o − v·∂v, and that to the chunk's last one also has
-⟨S, ∂S⟩ of the state after it; the gradient to β is n·∂r / β.
+⟨S, ∂S⟩ of the state after it; the gradient to β is n·∂r / β. The first two nearly cancel over a chunk, so o
+and ∂r are kept in fp32.
 
 Shapes: as in `delta_kernels`.
 """
@@ -140,7 +141,7 @@ def _pairs_backward(
                 next_state = load_fp32(held + at_s + H * D * V, have_s & (left > C))
                 of_end += tl.sum(next_state * after.to(tl.float32))
                 to_seen = tl.dot(out, tl.trans(new), to_seen)
-                to_system = tl.dot(right, tl.trans(new), to_system)
+                to_system = tl.dot(right.to(dtype), tl.trans(new), to_system)
                 out, right, new = out.to(tl.float32), right.to(tl.float32), new.to(tl.float32)
                 at_v = row[:, None] * F + 2 * K * D + head * V + c[None, :]
                 grad_v = b[:, None] * right
@@ -227,7 +228,7 @@ def backward(
     prepared = kernel.prepare(qkvz, rates, weights, layout, None)
     o, held, news = kernel.scan(prepared, weights, layout, None, store=True)
     grad_qkvz, grad_rates = torch.empty_like(qkvz), torch.empty_like(rates)
-    grad_o, grad_right, grad_ends = torch.empty_like(o), torch.empty_like(o), torch.empty_like(held)
+    grad_o, grad_right, grad_ends = torch.empty_like(news), torch.empty_like(o), torch.empty_like(held)
     z, grad_z, rows = qkvz[:, c.channels :], grad_qkvz[:, c.channels :], 16
     _gate_backward[(cdiv(tokens, rows), h)](
         grad, o, z, weights.norm, grad_o, grad_z, weights.eps, tokens, width, width,

@@ -229,7 +229,7 @@ def inverse(a, C: tl.constexpr):
     inside = tl.where(same, a, 0.0)
     turned = tl.trans(inside)
     b = tl.where(i == j, 1.0, 0.0)
-    for row in range(1, 16):  # of every block
+    for row in range(1, 16):  # of every block; smaller tensors of blocks alone do not fit in registers
         of_row = tl.sum(tl.where(j % 16 == row, turned, 0.0), 1)
         solved = -tl.sum(of_row[:, None] * b, 0)
         b = tl.where((i % 16 == row) & (j % 16 < row) & same, solved[None, :], b)
@@ -465,12 +465,13 @@ def scan(
     prepared: ChunkInputs, weights: DeltaWeights, layout: ChunkLayout, states: SlotStates | None,
     store: bool = False, tile: ScanTile = ScanTile(),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """o_THV and, to `store`, the states at the chunks' starts and what the tokens add."""
+    """o_THV and, to `store`, the states at the chunks' starts and what the tokens add; then o is fp32."""
     c, cells, qkv = weights.config, layout.sequences, prepared.qkv
     tokens, sequences, chunks = qkv.shape[0], cells.shape[1], prepared.solve.shape[0]
-    o = qkv.new_empty(tokens, c.value_heads, c.value_dim)
+    o = torch.empty(tokens, c.value_heads, c.value_dim, dtype=torch.float32 if store else qkv.dtype,
+                    device=qkv.device)  # fmt: skip
     held = qkv.new_empty(chunks, c.value_heads, c.key_dim, c.value_dim) if store else o
-    news = torch.empty_like(o) if store else o
+    news = torch.empty_like(o, dtype=qkv.dtype) if store else o
     matrices, slots, stride = (o, cells, 0) if states is None else (
         states.matrices, states.slots_B, states.matrices.stride(0))  # fmt: skip
     block = min(tile.columns, _block(c.value_dim))

@@ -30,7 +30,7 @@ from tinkex.errors import InvalidInputError
 
 _CHUNK_FLOPS = 1.2e14  # of one prefill chunk on a GPU: about 0.2 s
 _PACKED_SHARE = 0.25  # of the free memory after loading, for a second copy of the weights
-_KV_SHARE, _STATE_SHARE, _ADAPTER_SHARE = 0.25, 0.125, 0.25  # of the free memory after that
+_KV_SHARE, _STATE_SHARE, _ADAPTER_SHARE = 0.25, 0.25, 0.25  # of the free memory after that
 _KV_SHARE_ALONE = 0.6  # of an engine that does not train
 
 

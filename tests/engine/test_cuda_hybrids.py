@@ -1,0 +1,140 @@
+"""Models with gated delta nets on a GPU in bf16: kernels and captured steps against plain fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.commands import do
+from tests.engine.stepping import finish
+from tests.engine.tiny import tiny_model
+from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
+from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.sequences import PublishedAdapter
+from tinkex.engine.torch.trainer import TorchTrainer
+from tinkex.types.data import Datum, ModelInput
+from tinkex.types.outputs import ForwardBackwardOutput
+from tinkex.types.params import LoraConfig
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tests.engine.cuda_batch import new_batch, published, submit
+from tinkex.engine.cuda.cuda_backend import CudaBackend
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = {"linear_value_head_dim": 16, "max_position_embeddings": 1024}
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), request.param, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def decoder(path: Path) -> Decoder:
+    decoder = load_decoder(path, "cuda", torch.bfloat16)
+    assert isinstance(decoder.backend, CudaBackend)
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def exact(path: Path) -> Decoder:
+    """The same weights, rounded to bf16, in fp32 on the CPU: no kernel there."""
+    decoder = load_decoder(path)
+    for weight in decoder.weights().values():
+        weight.copy_(weight.bfloat16())
+    return decoder
+
+
+def prompt(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(4, 320, length).astype(np.int32)
+
+
+def one_pass(decoder: Decoder, adapter: PublishedAdapter | None, ids: list[np.ndarray]) -> list[np.ndarray]:
+    trainer = TorchTrainer(decoder, "tiny")
+    do(trainer, CreateAdapter("run", adapter.adapter.lora if adapter else LoraConfig(rank=4)))
+    if adapter:
+        trainer.adapter("run").flat.copy_(adapter.adapter.flat)
+    datums = [Datum(ModelInput.from_ints(x[:-1]), {"target_tokens": x[1:].astype(np.int64)}) for x in ids]
+    (output,) = do(trainer, ForwardBackward((Pass("run", datums, "cross_entropy", backward=False),)))
+    assert isinstance(output, ForwardBackwardOutput)
+    return [one["logprobs"].to_numpy() for one in output.loss_fn_outputs]
+
+
+def assert_scored(
+    exact: Decoder, adapter: PublishedAdapter | None, ids: np.ndarray, tokens: list[int], got: np.ndarray
+) -> None:
+    (wanted,) = one_pass(exact, adapter, [np.append(ids, tokens).astype(np.int32)])
+    assert np.abs(got - wanted[len(ids) - 1 :]).mean() < 0.05
+
+
+def test_sampled_logprobs_are_those_of_fp32(decoder: Decoder, exact: Decoder) -> None:
+    """Base and adapters, prompts of many lengths in chunks, several samples, and all of it from the cache."""
+    batch = new_batch(decoder, prefill_alone=96, prefill_beside=64)
+    adapters = [None, published(decoder, 8, 1), published(decoder, 32, 2, train_mlp=False)]
+    asked = [(prompt(i, 3 + 13 * i), adapters[i % 3]) for i in range(9)]
+    for turn in range(2):
+        futures = [
+            submit(batch, ids, adapter, {"num_samples": 2}, seed=i)[0]
+            for i, (ids, adapter) in enumerate(asked)
+        ]
+        finish(batch)
+        for (ids, adapter), future in zip(asked, futures, strict=True):
+            response = future.result(timeout=0)
+            assert response.prompt_cache_hit_tokens == turn * ((len(ids) - 1) // 16 * 16)
+            for sequence in response.sequences:
+                assert len(sequence.tokens) == 24
+                assert_scored(exact, adapter, ids, sequence.tokens, sequence.logprobs_np)
+    assert batch._pipeline is not None
+    assert batch._pipeline._launched > 20
+    assert batch._prefill is not None
+    assert batch._prefill.replayed > 5
+
+
+def test_a_snapshot_of_a_step_in_flight_is_that_of_its_tokens(decoder: Decoder, exact: Decoder) -> None:
+    """An answer crosses 512 tokens while steps are launched ahead; the next turn goes on from there."""
+    batch = new_batch(decoder)
+    asked = [prompt(seed, 497 + 3 * seed) for seed in range(3)]
+    futures = [submit(batch, ids, max_tokens=60, seed=i)[0] for i, ids in enumerate(asked)]
+    finish(batch)
+    whole = [
+        np.append(ids, future.result(timeout=0).sequences[0].tokens).astype(np.int32)[:530]
+        for ids, future in zip(asked, futures, strict=True)
+    ]
+    futures = [submit(batch, ids, seed=9)[0] for ids in whole]
+    finish(batch)
+    for ids, future in zip(whole, futures, strict=True):
+        response = future.result(timeout=0)
+        assert response.prompt_cache_hit_tokens == 512
+        assert_scored(exact, None, ids, response.sequences[0].tokens, response.sequences[0].logprobs_np)
+
+
+def gradients(decoder: Decoder, recompute: bool) -> tuple[list[np.ndarray], Tensor]:
+    trainer = TorchTrainer(decoder, "tiny", recompute=recompute)
+    do(trainer, CreateAdapter("run", LoraConfig(rank=8, seed=1)))
+    flat = trainer.adapter("run").flat
+    flat.copy_((0.1 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(1))).bfloat16())
+    datums = [
+        Datum(ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:].astype(np.int64)})
+        for ids in (prompt(i, n) for i, n in enumerate((60, 3, 190, 17, 65)))
+    ]
+    (output,) = do(trainer, ForwardBackward((Pass("run", datums, "cross_entropy"),)))
+    assert isinstance(output, ForwardBackwardOutput)
+    grad = trainer.adapter("run").grad
+    assert grad is not None
+    return [one["logprobs"].to_numpy() for one in output.loss_fn_outputs], grad.double().cpu()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_pass_is_that_of_fp32(decoder: Decoder, exact: Decoder, recompute: bool) -> None:
+    (got, mine), (want, other) = gradients(decoder, recompute), gradients(exact, False)
+    for one, wanted in zip(got, want, strict=True):
+        assert np.abs(one - wanted).mean() < 0.05
+    assert (mine - other).norm() / other.norm() < 0.1
