@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ import peft
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 import tinkex
+from tests.cli.hub import Hub
 from tests.engine.llama_cpp import complete, merging_tokenizer
 from tests.engine.oracle import randomise
 from tests.engine.tiny import reference_model, tiny_model
@@ -99,3 +104,37 @@ def test_what_cannot_be_is_said(path: str, base: Path, tmp_path: Path) -> None:
     )
     assert "there is no" in fails("checkpoint", "import", str(tmp_path / "nowhere"))
     assert not (tmp_path / "x").exists()
+
+
+def test_mlx_reads_what_is_written_for_it(path: str, tmp_path: Path) -> None:
+    mx = pytest.importorskip("mlx.core")
+    run("export", path, str(tmp_path / "mlx"), "--format", "mlx", "--dtype", "bfloat16")
+    run("export", path, str(tmp_path / "merged"), "--format", "merged")
+    theirs, about = mx.load(str(tmp_path / "mlx" / "model.safetensors"), return_metadata=True)
+    assert about == {"format": "mlx"}
+    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        assert theirs[name].dtype == mx.bfloat16
+        assert torch.equal(torch.tensor(theirs[name].astype(mx.float32).tolist()), tensor.bfloat16().float())
+    assert "mlx_lm.convert" in fails(
+        "export", path, str(tmp_path / "x"), "--format", "mlx", "--quantize", "q4"
+    )
+
+
+def test_an_export_is_pushed_with_a_model_card(path: str, base: Path, tmp_path: Path) -> None:
+    hub = Hub("hf_secret")
+    env = {**os.environ, "HF_HOME": str(tmp_path / "hub"), "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret"}
+    env |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    command = [sys.executable, "-m", "tinkex.cli", "-f", "json", "export", path, str(tmp_path / "m.gguf")]
+    command += ["--format", "gguf", "--push", "hf://ann/tuned", "--data-note", "200 chats about birds."]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    hub.close()
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["url"] == f"{hub.url}/ann/tuned"
+    assert hub.files["m.gguf"] == (tmp_path / "m.gguf").read_bytes()
+    card = hub.files["README.md"].decode()
+    assert "library_name: gguf" in card
+    assert "| LoRA rank | 4 |" in card
+    assert "200 chats about birds." in card
+    assert path in card
+    assert not hub.strange
+    assert "hf://OWNER/NAME" in fails("export", path, str(tmp_path / "y"), "--push", "ann/tuned")

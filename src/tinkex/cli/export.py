@@ -22,7 +22,7 @@ from tinkex.cli.target import rest
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="[default: the base model's]"
 )
-@click.option("--quantize", metavar="TYPE", help="Of gguf: q8_0, q6_k, q5_k_m, q4_k_m; of mlx: q8, q4.")
+@click.option("--quantize", metavar="TYPE", help="Of gguf: q8_0, q6_k, q5_k_m, q4_k_m …")
 @click.option("--ollama", is_flag=True, help="Of gguf: OUT is a directory with a Modelfile too.")
 @click.option("--push", metavar="hf://OWNER/NAME", help="Upload it to the Hugging Face Hub afterwards.")
 @click.option("--public", is_flag=True, help="With --push: a public repository.  [default: private]")
@@ -43,7 +43,8 @@ def export(
 
     Interrupted, it goes on where it stopped when you type the same again. One tensor is in memory at a time.
     """
-    from tinkex.cli.transfer import fetch_checkpoint
+    from tinkex.cli.model_card import model_card, repository, upload
+    from tinkex.cli.transfer import fetch_checkpoint, hub
     from tinkex.exports import ExportOptions, export_adapter
     from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
@@ -51,6 +52,8 @@ def export(
     saved = ParsedCheckpointTinkerPath.from_tinker_path(checkpoint_path)
     if out.exists() and not force:
         raise click.ClickException(f"{out} exists; --force overwrites it")
+    repo = repository(push) if push else ""
+    api = hub() if push else None  # before the work: without access to the hub it would be in vain
     with tempfile.TemporaryDirectory(prefix="tinkex-") as scratch:
         adapter = Path(scratch) / "adapter"
         with rest() as client:
@@ -58,9 +61,16 @@ def export(
             fetch_checkpoint(client, saved, adapter, overwrite=False)
         with bar(f"Writing {out.name}", of_bytes=True) as progress:
             export_adapter(adapter, out, options, base=base, base_name=name, progress=progress)
+    url = ""
+    if api is not None:
+        with rest() as client:
+            card = model_card(client, saved, repo, kind, base or name, data_note)
+        url = upload(api, repo, out, card, public=public, what=saved.checkpoint_id)
     count = sum(file.stat().st_size for file in (out, *out.rglob("*")) if file.is_file())
     fields = {"checkpoint_path": checkpoint_path, "destination": str(out), "format": kind, "bytes": count}
+    fields |= {"url": url} if url else {}
     facts = {"To": out, "Format": kind, "Size": size(count), "Base model": base or name}
+    facts |= {"Pushed to": url} if url else {}
     show(fields, f"Exported {saved.checkpoint_id}", facts)
     note(_next_step(out, kind, ollama))
 

@@ -49,20 +49,18 @@ def write_export(
     with _directory(base) as directory:
         if not trusted:
             check_base(adapter, directory)
-        if format == "merged":
-            merge_adapter(directory, adapter, out, dtype=dtype, overwrite=overwrite, progress=progress)
+        if format in ("merged", "mlx"):
+            kind = "mlx" if format == "mlx" else "pt"
+            merge_adapter(
+                directory, adapter, out, dtype=dtype, overwrite=overwrite, kind=kind, progress=progress
+            )
         elif format == "gguf":
             from tinkex.engine.torch.gguf_export import export_gguf  # needs gguf and tokenizers
 
             export_gguf(
-                directory,
-                adapter,
-                out,
-                dtype=dtype,
-                quantize=quantize,
-                overwrite=overwrite,
+                directory, adapter, out, dtype=dtype, quantize=quantize, ollama=ollama, overwrite=overwrite,
                 progress=progress,
-            )
+            )  # fmt: skip
         else:
             raise user_error(f"the format {format!r} is not known")
 

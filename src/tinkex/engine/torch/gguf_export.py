@@ -25,6 +25,7 @@ from tinkex.engine.torch.k_quants import QUANTISERS
 from tinkex.engine.torch.load import our_weights, read_config
 from tinkex.engine.torch.merge import MergedModel
 from tinkex.engine.torch.models.families import text_fields
+from tinkex.engine.torch.ollama import modelfile
 from tinkex.engine.torch.tensor_stream import Progress, ResumedFile, resumed_directory
 
 # --quantize: the type of most matrices, that of the important ones, and llama.cpp's name of the mixture
@@ -60,16 +61,20 @@ def export_gguf(
     *,
     dtype: str | None = None,
     quantize: str | None = None,
+    ollama: bool = False,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write the file `out`.
+    """Write the file `out`; with `ollama` a directory with that file and a Modelfile.
 
     >>> export_gguf(Path("models/Qwen3-0.6B"), Path("adapter"), Path("m.gguf"))    # doctest: +SKIP
     """
     model = GgufExport(base_dir, adapter_dir, dtype, quantize)
-    with resumed_directory(out, model.about, overwrite=overwrite, only="model.gguf") as part:
+    only = "" if ollama else "model.gguf"
+    with resumed_directory(out, model.about, overwrite=overwrite, only=only) as part:
         model.write(part / "model.gguf", progress)
+        if ollama:
+            (part / "Modelfile").write_text(modelfile(base_dir, "model.gguf"), encoding="utf-8")
 
 
 class GgufExport:

@@ -53,17 +53,20 @@ def merge_adapter(
     *,
     dtype: str | None = None,
     overwrite: bool = False,
+    kind: str = "pt",
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Write `base_dir` with the adapter of `adapter_dir` merged into it; `dtype` None: as the base's.
 
+    `kind` is what the files' metadata say of them: "pt", or "mlx".
+
     >>> merge_adapter(Path("models/Qwen3-0.6B"), Path("adapters/final"), Path("merged"))    # doctest: +SKIP
     """
     model = MergedModel(base_dir, adapter_dir, dtype)
-    with resumed_directory(out_dir, model.about("merged"), overwrite=overwrite) as part:
+    with resumed_directory(out_dir, model.about(f"merged {kind}"), overwrite=overwrite) as part:
         done = 0
         for shard, names in model.shards.items():
-            header = safetensors_header({name: model.form(name) for name in names})
+            header = safetensors_header({name: model.form(name) for name in names}, kind)
             with ResumedFile(part / shard, header).writing() as file:
                 at = file.start
                 for name in names:
