@@ -6,7 +6,8 @@ PIP    := $(BIN)/pip --disable-pip-version-check
 STAMP  := $(VENV)/.ready
 OFFICIAL := .venv-official
 CLIENT_PIP = $(@D)/bin/pip --disable-pip-version-check --retries 10
-TINKERS := 0.26.0 0.13.1 0.4.1
+TINKERS := 0.28.1 0.26.0 0.24.1 0.22.7 0.18.2 0.16.1 0.13.1 0.4.1
+PROGRAMS := agents inspect lm-eval verifiers
 COOKBOOK := 0.5.8
 # `make setup TORCH_INDEX=URL` takes torch from that package index, TORCH_INDEX=none from pip's own.
 TORCH_OPTIONS = $$($(@D)/bin/python .ci/torch_index.py)
@@ -58,7 +59,7 @@ compat-ci: setup .venv-cookbook/.ready  ## what every change must pass: the newe
 	TINKEX_TEST_CLIENTS=tinker-0.36.0 $(BIN)/python -m pytest -n 2 --dist loadfile tests/compat $(ARGS)
 	TINKEX_TEST_CLIENTS=cookbook $(BIN)/python -m pytest tests/compat/cookbook -m ci $(ARGS)
 
-compat-env: .venv-cookbook/.ready $(TINKERS:%=.venv-tinker-%/.ready) .venv-openai/.ready  ## the environments of those clients
+compat-env: .venv-cookbook/.ready $(TINKERS:%=.venv-tinker-%/.ready) .venv-openai/.ready $(PROGRAMS:%=.venv-%/.ready)  ## the environments of those clients
 
 compat-cookbook: setup cookbook-env  ## tinker-cookbook recipes and tutorials, unmodified, offline; ARGS='-m ci' for some
 	TINKEX_TEST_CLIENTS=all $(BIN)/python -m pytest tests/compat/cookbook $(ARGS)
@@ -99,6 +100,12 @@ cookbook-env: .venv-cookbook/source/.ready .venv-cookbook-tinkex/.ready  ## the 
 
 kills: setup  ## kill trainers, samplers, Ray nodes and the server 100 times: losses and weights stay the same
 	$(BIN)/python -m tests.cluster.kills --kills 100 $(ARGS)
+
+# Programs for OpenAI's and Anthropic's APIs; every version is pinned.
+$(PROGRAMS:%=.venv-%/.ready): .venv-%/.ready: tests/compat/programs/%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(CLIENT_PIP) install -q $(TORCH_OPTIONS) -r $<
+	touch $@
 
 power-cuts: setup  ## drop unsynced writes at 1,000 random moments: nothing acknowledged may be lost
 	$(BIN)/python -m tests.service.power_cut --cuts 1000 $(ARGS)

@@ -13,12 +13,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+OLDER = ("0.28.1", "0.26.0", "0.24.1", "0.22.7", "0.18.2", "0.16.1", "0.13.1", "0.4.1")
 DIRECTORIES = {
     "tinker-0.36.0": ".venv-cookbook",
-    "tinker-0.26.0": ".venv-tinker-0.26.0",
-    "tinker-0.13.1": ".venv-tinker-0.13.1",
-    "tinker-0.4.1": ".venv-tinker-0.4.1",
+    **{f"tinker-{version}": f".venv-tinker-{version}" for version in OLDER},
     "openai": ".venv-openai",
+    # Programs for OpenAI's and Anthropic's APIs, by what their dependencies agree on.
+    "agents": ".venv-agents",
+    "inspect": ".venv-inspect",
+    "lm-eval": ".venv-lm-eval",
+    "verifiers": ".venv-verifiers",
     "cookbook": ".venv-cookbook",
     "cookbook-tinkex": ".venv-cookbook-tinkex",
 }

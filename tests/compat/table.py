@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+from tests.compat.environments import OLDER as OLDER_SDKS
+
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("results.json")
 PAGES = [ROOT / "README.md", ROOT / "docs" / "compat.md"]
@@ -27,7 +29,7 @@ COOKBOOK = "`tinker-cookbook` 0.5.8"
 ROWS = [
     ("official `tinker` SDK 0.36.0", SERVED,
      r"compat\.test_(clones|failures|limits|losses|loss_graphs|rest|sampling|training|traps)::"),
-    *((f"official `tinker` SDK {v}", SERVED, OLDER + re.escape(v)) for v in ("0.26.0", "0.13.1", "0.4.1")),
+    *((f"official `tinker` SDK {v}", SERVED, OLDER + re.escape(v)) for v in OLDER_SDKS),
     ("official `tinker` command line 0.36.0", "side by side with ours, on one server", r"compat\.test_cli::"),
     (f"{COOKBOOK}: recipes, export, evaluation", SERVED,
      r"cookbook\.test_(supervised|reinforcement|preference|export|merge|models|renderers)::|test_(decisions|inspect)::(?!.*our_sdk)"),
@@ -37,6 +39,19 @@ ROWS = [
      r"cookbook\.test_ours::|cookbook\..*on_our_sdk"),
     (f"{COOKBOOK}: its unit tests", "the same pass on both SDKs", r"compat\.test_alias::"),
     ("`openai` Python client", "`/v1` of `tinkex serve`, streaming too", r"compat\.test_openai::"),
+    *((name, how, rf"compat\.test_programs::test_{test}$") for name, how, test in [
+        ("`openai` 3 and 2, `anthropic` 2", "tools, schemas, streams, `/v1/responses`, `/v1/messages`",
+         r"(openai\[.*\]|anthropic)"),
+        ("`litellm`", "OpenAI's and Anthropic's formats, tools, streams", "litellm"),
+        ("`langchain-openai`", "tools, structured output, streams", "langchain"),
+        ("`instructor`", "tools and JSON schema", "instructor"),
+        ("`inspect-ai`", "an evaluation with a tool, chat and responses API", "inspect"),
+        ("`openai-agents`", "an agent with a tool, responses API, streamed too", "openai_agents"),
+        ("`pydantic-ai`", "typed output, chat and responses API", "pydantic_ai"),
+        ("`smolagents`", "a model that must call a tool", "smolagents"),
+        ("`lm-eval`", "loglikelihoods as `--model hf` has them, chat", "lm_eval"),
+        ("`verifiers` 0.4", "its training client rolls out, a run learns", "verifiers"),
+    ]),
     ("PEFT, transformers", "load our adapters, merged models", r"test_checkpoint::test_peft|test_export::"),
 ]  # fmt: skip
 

@@ -15,13 +15,14 @@ from safetensors.torch import load
 from tests.compat import reference
 from tests.compat.clients.report import MODEL, PROMPT, SEQUENCES
 from tests.compat.conftest import AT_ONCE, Served
+from tests.compat.environments import OLDER
 from tests.compat.formulas import ADVANTAGES, FORMULAS, OLD
 
 close = pytest.approx
 KNOWN = 259  # ids that the tokenizer knows
 
 
-@pytest.fixture(scope="module", params=["0.26.0", "0.13.1", "0.4.1"])
+@pytest.fixture(scope="module", params=OLDER)
 def version(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -31,7 +31,7 @@ def facts(served: Served, published: dict[str, Any]) -> dict[str, dict[str, Any]
 
 
 def test_models_and_completions(facts: dict[str, dict[str, Any]], published: dict[str, Any]) -> None:
-    assert facts["models"] == {"ids": [MODEL], "one": MODEL}
+    assert facts["models"] == {"ids": [MODEL, published["path"]], "one": MODEL}
     one = facts["completion"]
     assert (one["object"], one["model"]) == ("text_completion", MODEL)
     assert one["usage"] == [9, 24, 33]

@@ -26,6 +26,7 @@ from tinkex.server.stream_sample import server_sent
 _IGNORED = {"cache_salt", "priority", "request_id", "return_token_ids"}
 _READ = {"model", "token_ids", "sampling_params", "stream", "stream_options"}
 _OFF: dict[str, tuple[Any, ...]] = {"features": ({},), "content_parts": ([],), "kv_transfer_params": ({},)}
+_PARAMS_IGNORED = {"routed_experts_prompt_start"}  # of what vLLM adds to its reply on request
 _PARAMS_OFF: dict[str, tuple[Any, ...]] = {"output_kind": (0, 2), "detokenize": (True, False)}
 
 
@@ -43,7 +44,7 @@ async def _generate(text: TextSampler, http: IncomingRequest) -> Response:
     asked: Json = {
         name: value
         for name, value in as_object(fields.get("sampling_params")).items()
-        if value is not None and value not in _PARAMS_OFF.get(name, ())
+        if name not in _PARAMS_IGNORED and value is not None and value not in _PARAMS_OFF.get(name, ())
     }
     model = fields.get("model") or next((m.name for m in text.gateway.service.models), "")
     if not asked.get("max_tokens"):

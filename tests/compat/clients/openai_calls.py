@@ -66,7 +66,7 @@ def errors(client: openai.OpenAI) -> None:
             **{"model": MODEL, "messages": MESSAGES, "max_tokens": 4, **fields}
         )
 
-    nobody = openai.OpenAI(api_key="wrong", max_retries=0)
+    nobody = openai.OpenAI(api_key="no key", max_retries=0)
     calls: dict[str, Any] = {
         "unknown model": lambda: ask(model="gpt-4"),
         "unknown adapter": lambda: ask(model="tinker://none:train:0/sampler_weights/x"),

@@ -309,7 +309,9 @@ class ChatRequest(OpenAIRequest):
                 raise InvalidInputError("tool_choice asks for a call, and there are no tools")
             if wanted is not None:
                 raise InvalidInputError("tool_choice asks for a call, and response_format for something else")
-            return {"lark": writer.calls(functions, MOST_CALLS if self.parallel_tool_calls else 1)}
+            named = isinstance(self.tool_choice, dict) and len(functions) == 1
+            several = self.parallel_tool_calls and not named
+            return {"lark": writer.calls(functions, MOST_CALLS if several else 1)}
         match wanted:
             case None:
                 return None

@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tinkex.server.json_values import as_object
+from tinkex.server.json_values import as_list, as_object
 from tinkex.server.openai.chat_formats import ChatFormat
 
 Schema = Mapping[str, Any] | bool
 SpecialId = Callable[[str], int | None]
-_GUIDANCE = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
+_SPACES = r"[\x20\x0A\x0D\x09]{0,16}"  # between the parts of JSON: a weak model would go on and on
+_ONE_SPACE = r"\x20?"  # in calls, as templates write them
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANYTHING = r"TEXT: /(.|\n)*/"
 
@@ -29,7 +30,7 @@ class LarkWriter:
 
     def answer(self, schema: Schema) -> str:
         """The reply is JSON that matches `schema`, after a thought if it begins with one."""
-        return self._whole(f"answer: {self._final()}{_json(schema, lenient=False)}")
+        return self._whole(f"answer: {self._final()}{_json(_closed(schema), lenient=False)}")
 
     def matching(self, regex: str) -> str:
         """The reply matches a regex, after a thought."""
@@ -38,7 +39,7 @@ class LarkWriter:
 
     def calls(self, tools: Sequence[Mapping[str, Any]], most: int) -> str:
         """The reply is one call of these functions, or up to `most`."""
-        calls = [self._call(tool["name"], tool.get("parameters") or _NO_ARGUMENTS) for tool in tools]
+        calls = [self._call(tool["name"], _closed(tool.get("parameters") or _NO_ARGUMENTS)) for tool in tools]
         rules = [f"call{i}: {call}" for i, call in enumerate(calls)]
         one = " | ".join(f"call{i}" for i in range(len(calls)))
         begin, end = self._around()
@@ -123,6 +124,18 @@ class LarkWriter:
                 return f'"<tool_call>\\n" {called} "\\n</tool_call>"'
 
 
+def _closed(schema: Any) -> Any:
+    """The schema without arguments that it does not name, unless it says that there may be others."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in as_list(schema)]
+    if not isinstance(schema, dict):
+        return schema
+    closed: dict[str, Any] = {name: _closed(value) for name, value in as_object(schema).items()}
+    if isinstance(closed.get("properties"), dict) and closed.get("type") == "object":
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
 def _named(name: str, key: str, parameters: Schema) -> dict[str, Any]:
     """The schema of an object with a function's name and its arguments."""
     properties: dict[str, Any] = {"name": {"const": name}, key: parameters}
@@ -138,7 +151,8 @@ def _named(name: str, key: str, parameters: Schema) -> dict[str, Any]:
 def _json(schema: Schema, *, lenient: bool = True) -> str:
     """Tools' schemas may have keywords that no grammar expresses, and that models know as hints."""
     rooted: dict[str, Any] = dict(schema) if isinstance(schema, Mapping) else {}
-    rooted["x-guidance"] = {**_GUIDANCE, "lenient": lenient}
+    spaces = {"whitespace_flexible": True, "whitespace_pattern": _ONE_SPACE if lenient else _SPACES}
+    rooted["x-guidance"] = {**spaces, "lenient": lenient}
     return f"%json {json.dumps(rooted)}"
 
 
