@@ -66,7 +66,8 @@ def test_a_script_trains_and_samples_with_no_server(tmp_path: Path):
     assert lines[3] == "3"
     says = [line for line in done.stderr.splitlines() if line.startswith("tinkex:")]
     assert says == [
-        f"tinkex: no API key and no server are set, so models run in this process (state: {home})"
+        f"tinkex: no API key and no server are set, so models run in this process (state: {home})",
+        "tinkex: `tinkex console` shows its runs in a browser",
     ]
     assert lines[6].split() == [home.as_uri()] * 2, "there is no console, and the place is real"
     # State lives in the home: another process goes on from it.

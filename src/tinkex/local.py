@@ -40,7 +40,10 @@ NOT_INSTALLED = (
     "Either install it (pip install 'tinkex[engine]'), or set TINKER_API_KEY (and TINKER_BASE_URL) to use a "
     "server"
 )
-RUNS_HERE = "tinkex: no API key and no server are set, so models run in this process (state: {home})"
+RUNS_HERE = (
+    "tinkex: no API key and no server are set, so models run in this process (state: {home})\n"
+    "tinkex: `tinkex console` shows its runs in a browser"
+)
 EXIT_PATIENCE = 120.0  # seconds that an engine has to end its micro-batch when the process ends
 EXIT_NOTICE = 0.5  # seconds after which a message says what is waited for
 ENDING = "tinkex: the engine ends the micro-batch in hand; Ctrl-C leaves at once"

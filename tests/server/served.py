@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.tiny import tiny_model
+from tests.engine.tiny import tiny_model, tiny_tokenizer
 
 MODEL = "m/base"
 ROOT = Path(__file__).parents[2]
@@ -22,15 +22,18 @@ ROOT = Path(__file__).parents[2]
 class Serve:
     """A server process at one address, over one home."""
 
-    def __init__(self, directory: Path, *options: str, placed: str = "") -> None:
-        """`options` of `tinkex serve`; `placed` follows the model, as `,trainers=2`."""
+    def __init__(self, directory: Path, *options: str, placed: str = "", text: bool = False) -> None:
+        """`options` of `tinkex serve`; `placed` follows the model (`,trainers=2`); `text`: a tokenizer."""
         self.home = directory / "home"
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        model = tiny_model(directory, "qwen3")
+        if text:
+            tiny_tokenizer(model)
         self._command = [
             sys.executable, "-m", "tinkex.cli", "serve",
-            "--model", f"{MODEL}={tiny_model(directory, 'qwen3')}{placed}",
+            "--model", f"{MODEL}={model}{placed}",
             "--port", str(self.port), "--home", str(self.home), "--device", "cpu", "--drain", "0.5",
             *options,
         ]  # fmt: skip

@@ -13,12 +13,21 @@ from contextlib import closing
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 import pytest
 
 from tests.server.conftest import KEY, MODEL, Answer, Running
-from tinkex import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
+from tinkex import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    RequestFailedError,
+    SamplingParams,
+    ServiceClient,
+    TrainingClient,
+)
 from tinkex.server.api_keys import hash_key
 from tinkex.server.console.site import HERE
 from tinkex.service.ledger import Ledger
@@ -91,7 +100,8 @@ def pages(run_id: str) -> list[str]:
     """Every page about a run, and every stream of one."""
     one = f"/console/runs/{run_id}"
     return [one, f"{one}/curves", f"{one}/events", f"/console/compare?run={run_id}",
-            f"/console/compare/curves?run={run_id}"]  # fmt: skip
+            f"/console/compare/curves?run={run_id}", f"{one}/rollouts", f"{one}/rollouts/abc",
+            f"{one}/rollouts/abc/tokens?id=1", f"/console/checkpoints?run={run_id}"]  # fmt: skip
 
 
 # -- login -------------------------------------------------------------------------------------------------
@@ -187,7 +197,23 @@ def test_without_keys_only_the_names_of_this_machine_are_served(server: Running)
 
 def test_another_tenant_sees_nothing_on_any_page(server: Running, trained: TrainingClient) -> None:
     bob = Browser(server, BOB)
-    assert trained.model_id.encode() not in bob.get("/console/runs").body
+    for path in ("runs", "checkpoints", "playground", "now"):
+        answer = bob.get(f"/console/{path}")
+        assert answer.status == 200
+        assert trained.model_id.encode() not in answer.body
+        assert trained.model_id.partition(":")[0].encode() not in answer.body
+    (_, now), *_ = read_events(server, "/console/now/events", bob.cookie, 1)
+    assert trained.model_id.partition(":")[0] not in now
+    saved = f"tinker://{trained.model_id}/weights/half-way"
+    assert bob.get(f"/console/checkpoints/download?{urlencode({'path': saved})}").status == 404
+    for verb in ("publish", "unpublish", "delete", "expire"):
+        form = {"path": saved, "days": "1", "form_token": bob.token}
+        assert bob.post(f"/console/checkpoints/{verb}", form).status == 404
+    for path in ("sample", "tokens"):
+        ask = {"model": saved, "prompt": "x", "mode": "text"}
+        headers = {"cookie": bob.cookie, "x-form-token": bob.token}
+        answer = server.ask("POST", f"/console/playground/{path}", ask, headers=headers, key=None)
+        assert answer.status == 404
     for path in pages(trained.model_id):
         for accept in ("text/html", "application/json", "text/event-stream"):
             answer = bob.get(path, accept=accept)
@@ -200,7 +226,8 @@ def test_another_tenant_sees_nothing_on_any_page(server: Running, trained: Train
 
 def test_nobody_sees_anything_without_a_login(server: Running, trained: TrainingClient) -> None:
     nobody = Browser(server)
-    for path in ["/console/runs", *pages(trained.model_id)]:
+    whole = [f"/console/{name}" for name in ("runs", "checkpoints", "playground", "now", "now/events")]
+    for path in [*whole, *pages(trained.model_id)]:
         assert nobody.get(path).status == 303
         assert nobody.get(path, accept="text/event-stream").status == 401
         assert nobody.get(path, hx_request="true").headers["hx-redirect"].startswith("/console/login")
@@ -333,6 +360,78 @@ def test_runs_are_renamed_and_deleted_by_their_forms(server: Running) -> None:
     gone = browser.post(f"{one}/delete", {"form_token": browser.token, "confirm": run.model_id})
     assert gone.headers["location"] == "/console/runs"
     assert browser.get(one).status == 404
+
+
+def test_a_checkpoint_is_published_expires_and_is_deleted_by_its_forms(server: Running) -> None:
+    service = ServiceClient(base_url=server.url, api_key=ALICE)
+    run = service.create_lora_training_client(MODEL, rank=4, timeout=20)
+    path, browser = run.save_state("one").result(20).path, Browser(server, ALICE)
+    rest, form = service.create_rest_client(), {"path": path, "form_token": browser.token}
+
+    def now() -> Any:
+        found = rest.list_checkpoints(run.model_id).result(20).checkpoints
+        return found[0] if found else None
+
+    assert browser.post("/console/checkpoints/publish", form).status == 303
+    assert now().public
+    assert browser.post("/console/checkpoints/unpublish", form).status == 303
+    assert not now().public
+    assert browser.post("/console/checkpoints/expire", {**form, "days": "3"}).status == 303
+    assert 2.9 < (now().expires_at.timestamp() - time.time()) / 86400 < 3.1
+    assert browser.post("/console/checkpoints/expire", {**form, "days": "soon"}).status == 422
+    assert browser.post("/console/checkpoints/expire", {**form, "days": ""}).status == 303
+    assert now().expires_at is None
+    link = browser.get(f"/console/checkpoints/download?{urlencode({'path': path})}").headers["location"]
+    archive = server.ask("GET", link.removeprefix(server.url), key=None)
+    assert (archive.status, b"adapter" in archive.body) == (200, True)
+    assert browser.post("/console/checkpoints/delete", {"path": path}).status == 403
+    assert browser.post("/console/checkpoints/delete", form).status == 303
+    assert now() is None
+
+
+def test_lineage_shows_a_run_under_the_checkpoint_that_it_was_made_from(server: Running) -> None:
+    service = ServiceClient(base_url=server.url, api_key="tml-lineage")
+    first = service.create_lora_training_client(MODEL, rank=4, name="first one", timeout=20)
+    path = first.save_state("base").result(20).path
+    second = service.create_training_client_from_state(path, name="second one", timeout=20)
+    second.save_state("end").result(20)
+    page = Browser(server, "tml-lineage").get("/console/checkpoints").body.decode()
+    order = [
+        page.index(text) for text in ("first one", f"{path}</code>", "second one", "/weights/end</code>")
+    ]
+    assert order == sorted(order)
+    assert page.count("second one") == 1
+
+
+def test_what_goes_on_is_told_with_its_errors(server: Running) -> None:
+    service = ServiceClient(base_url=server.url, api_key=ALICE)
+    run = service.create_lora_training_client(MODEL, rank=4, name="failing", timeout=20)
+    wrong = [Datum(ModelInput.from_ints([10**6]), {"target_tokens": [5]})]
+    with pytest.raises(RequestFailedError):
+        run.forward_backward(wrong, "cross_entropy").result(20)
+    page = Page(Browser(server, ALICE).get("/console/now").body)
+    assert "forward_backward of failing" in page.text
+    assert "token ids are" in page.text
+    assert "KV pages" in page.text
+    assert "forward_backward: executed" in page.text
+
+
+def test_the_playground_streams_what_the_api_samples(server: Running) -> None:
+    browser = Browser(server, ALICE)
+    ask = {"model": MODEL, "mode": "text", "prompt": "hello", "max_tokens": 6, "seed": 5}
+    headers = {"cookie": browser.cookie, "x-form-token": browser.token}
+    told = server.ask("POST", "/console/playground/tokens", ask, headers=headers, key=None).json
+    assert "".join(told["pieces"]) == "hello"
+    stream = server.ask("POST", "/console/playground/sample", ask, headers=headers, key=None).body.decode()
+    events = re.findall(r"event: (\w+)\ndata: (.*)\n\n", stream)
+    drawn = [token for name, data in events if name == "tokens" for token in json.loads(data)["ids"]]
+    sampler = ServiceClient(base_url=server.url, api_key=ALICE).create_sampling_client(base_model=MODEL)
+    prompt, params = ModelInput.from_ints(told["ids"]), SamplingParams(max_tokens=6, seed=5)
+    assert drawn == sampler.sample(prompt, 1, params).result(20).sequences[0].tokens
+    assert events[-1][0] == "end"
+    for wrong in ({"model": "none"}, {"temperature": -1}, {"max_tokens": "many"}, {"prompt": ""}):
+        refused = server.ask("POST", "/console/playground/sample", ask | wrong, headers=headers, key=None)
+        assert refused.status in (404, 422), wrong
 
 
 def test_behind_a_proxy_every_link_is_below_its_path(start: Callable[..., Running], tmp_path: Path) -> None:

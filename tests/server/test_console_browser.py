@@ -7,18 +7,20 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from playwright.sync_api import expect
 
 from tests.server.browser import Tab, chromium, until
 from tests.server.served import MODEL, Serve
-from tinkex import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
+from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient, TrainingClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 KEY = "tml-local"
 SHOTS = os.environ.get("TINKEX_SCREENSHOTS")  # where pictures for the documentation go, if anywhere
+PROMPT = [5, 6, 7]
 EVIL = "<img src=x onerror=alert(1)>"
 
 
@@ -30,9 +32,16 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    served = Serve(tmp_path_factory.mktemp("browser"))
+    served = Serve(tmp_path_factory.mktemp("browser"), "--keep-rollouts", "1", text=True)
     yield served
     served.terminate(30)
+
+
+def as_datum(tokens: list[int], logprobs: list[float], advantage: float) -> Datum:
+    whole, before = PROMPT + tokens, [0.0] * (len(PROMPT) - 1)
+    inputs = {"target_tokens": whole[1:], "logprobs": before + logprobs,
+              "advantages": before + [advantage] * len(tokens)}  # fmt: skip
+    return Datum(ModelInput.from_ints(whole[:-1]), inputs)
 
 
 class Trainer:
@@ -45,11 +54,13 @@ class Trainer:
         self._thread.start()
 
     def step(self, number: int) -> None:
+        if number % 10 == 1:
+            self._sampler = self.run.save_weights_and_get_sampling_client(timeout=60)
+        params = SamplingParams(max_tokens=12, seed=number, stop=[])
+        drawn = self._sampler.sample(ModelInput.from_ints(PROMPT), 2, params).result(60)
         data = [
-            Datum(ModelInput.from_ints([5, 6, 7]),
-                  {"target_tokens": [6, 7, 8], "logprobs": [0.0, -3.0, -3.0], "advantages": [0.0, a, a]})
-            for a in (1.0, -0.5)
-        ]  # fmt: skip
+            as_datum(one.tokens, one.logprobs or [], (-1.0) ** k) for k, one in enumerate(drawn.sequences)
+        ]
         self.run.forward_backward(data, "importance_sampling")
         self.run.optim_step(AdamParams(learning_rate=1e-3)).result(60)
         self.run.log({"reward": 1 - 1 / (1 + number)}).result(60)
@@ -120,6 +131,7 @@ def test_a_runs_curves_grow_while_it_is_watched(tab: Tab, trainers: list[Trainer
     finish(tab, "run")
 
 
+@pytest.mark.parametrize("tab", ["wide"], indirect=True)
 def test_curves_are_zoomed_smoothed_and_drawn_by_time(tab: Tab, trainers: list[Trainer]) -> None:
     page = tab.go(f"/console/runs/{trainers[0].run.model_id}")
     page.wait_for_selector("figure canvas")
@@ -155,6 +167,7 @@ def test_runs_are_compared_from_the_list(tab: Tab, trainers: list[Trainer]) -> N
     finish(tab, "compare")
 
 
+@pytest.mark.parametrize("tab", ["wide"], indirect=True)
 def test_a_run_is_renamed_and_tagged_with_the_keyboard(tab: Tab, trainers: list[Trainer]) -> None:
     run = trainers[1].run
     page = tab.go(f"/console/runs/{run.model_id}")
@@ -169,6 +182,65 @@ def test_a_run_is_renamed_and_tagged_with_the_keyboard(tab: Tab, trainers: list[
     assert page.locator("main img").count() == 0
     assert page.locator(".title .tag").all_inner_texts() == ["a", EVIL]
     tab.check()
+
+
+def test_rollouts_show_tokens_and_what_training_made_of_them(tab: Tab, trainers: list[Trainer]) -> None:
+    run = trainers[0].run
+    page = tab.go(f"/console/runs/{run.model_id}/rollouts")
+    page.wait_for_selector("table.runs tbody tr")
+    finish(tab, "rollouts")
+    page.click("table.runs tbody th a >> nth=0")
+    tokens = page.locator(".sample .tokens").first.locator("span")
+    expect(tokens).to_have_count(12)
+    tokens.nth(3).hover()
+    expect(page.locator(".tip")).to_contain_text("logprob")
+    expect(page.locator(".tip")).to_contain_text("difference")
+    page.select_option("#colour", "advantage")
+    expect(tokens.nth(3)).to_have_class("g4")
+    finish(tab, "rollout")
+
+
+def test_checkpoints_are_copied_and_deleted_after_a_question(tab: Tab, trainers: list[Trainer]) -> None:
+    run = trainers[0].run
+    path = run.save_weights_for_sampler(f"shown-{tab.look}").result(60).path
+    page = tab.go("/console/checkpoints")
+    row = page.locator("li.saved", has_text=path)
+    finish(tab, "checkpoints")
+    row.locator("summary").click()
+    page.once("dialog", lambda dialog: dialog.dismiss())
+    row.locator("button.danger").click()
+    expect(row).to_have_count(1)
+    page.once("dialog", lambda dialog: dialog.accept())
+    row.locator("button.danger").click()
+    expect(page.locator("li.saved", has_text=path)).to_have_count(0)
+    tab.check()
+
+
+def test_the_page_of_what_goes_on_is_live(tab: Tab, trainers: list[Trainer]) -> None:
+    page = tab.go("/console/now")
+    expect(page.locator("#live")).to_have_text("live")
+    count = page.locator("tr", has_text="optim_step: executed").locator("td").first
+    before = count.inner_text()
+    until(lambda: count.inner_text() != before)
+    finish(tab, "now")
+
+
+def test_two_models_answer_side_by_side(tab: Tab, trainers: list[Trainer]) -> None:
+    path = trainers[0].run.save_weights_for_sampler(f"played-{tab.look}").result(60).path
+    page = tab.go(f"/console/playground?{urlencode([('model', MODEL), ('model', path)])}")
+    page.select_option("[name=mode]", "text")
+    page.fill("[name=prompt]", "<b>hello</b>")
+    page.fill("[name=max_tokens]", "10")
+    page.click("#show-tokens")
+    expect(page.locator("#as-tokens pre")).to_contain_text("<b>hello</b>")
+    page.click("text=Sample")
+    expect(page.locator("#answers article")).to_have_count(2)
+    expect(page.locator("#answers")).to_contain_text("ended by")
+    page.locator("#answers article").nth(0).locator(".tokens span").first.hover()
+    expect(page.locator(".tip")).to_contain_text("%")
+    page.click("text=Copy as curl")
+    expect(page.locator("#code pre")).to_contain_text("/v1/completions")
+    finish(tab, "playground")
 
 
 def test_the_login_and_the_way_out(browser: Any, server: Serve) -> None:

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("tinkex.cli.evaluate:evaluate", "Compare models and adapters on your data."),
     "chat": ("tinkex.cli.chat:chat", "Talk to a model or an adapter."),
     "serve": ("tinkex.cli.serve:serve", "Serve base models to Tinker clients."),
+    "console": ("tinkex.cli.home_console:console", "Look at this machine's runs in a browser."),
     "plan": ("tinkex.cli.plan:plan", "Reckon what fits on some GPUs, and what they reach."),
     "server": ("tinkex.cli.serve:server", "API keys of a server, and sharing of runs."),
     "run": ("tinkex.cli.run:run", "Training runs: list, show, plot, rename, tag, delete."),

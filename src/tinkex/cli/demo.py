@@ -54,6 +54,7 @@ def demo(kind: str, model: str, steps: int | None, resume: bool, out: Path | Non
     chosen = FineTune if kind == "sft" else Reinforce
     lesson = chosen(model, place, steps=steps or chosen.steps)
     screen = Screen(base, _program_name(), prefix)
+    note("`tinkex console`, in another terminal, shows its curves in a browser")
     screen.title(f"{model} learns to {lesson.goal}", f"LoRA of rank {lesson.rank}")
     learned = lesson.play(screen, bookmark)
     if learned is None:

@@ -132,6 +132,11 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     "--cors-origin", "cors_origins", multiple=True, metavar="URL",
     help="A web page's origin that may call the APIs from a browser; several times.  [default: none]",
 )  # fmt: skip
+@click.option(
+    "--keep-rollouts", default=0.0, type=Finite(0, 1), metavar="SHARE",
+    help="The share of prompts whose samples the console shows, token by token: from 0 to 1.",
+)  # fmt: skip
+@click.option("--rollout-bytes", default="64MiB", metavar="SIZE", help="Of one run's; then the oldest go.")
 @click.option("--preload/--no-preload", default=True, help="Load every model at start, or each on first use.")
 @click.option(
     "--drain", default=5.0, type=Finite(0, 86400),
@@ -144,7 +149,8 @@ def serve(
     lease: float, peer_url: str, device: str, dtype: str,
     quantize: str, deterministic: bool, public_url: str, max_context: int | None, disk_quota: str,
     durability: str, disk_per_user: str, runs_per_user: int, max_connections: int, requests_per_user: int,
-    body_memory: str, body_memory_per_user: str, cors_origins: tuple[str, ...], preload: bool,
+    body_memory: str, body_memory_per_user: str, cors_origins: tuple[str, ...], keep_rollouts: float,
+    rollout_bytes: str, preload: bool,
     drain: float, log_level: str, engine: str,
 ) -> None:  # fmt: skip
     """Serve base models to any Tinker client.
@@ -193,6 +199,8 @@ def serve(
         disk_quota=quota,
         disk_per_user=read_size(disk_per_user) if disk_per_user else (quota or _disk(place)) // 2,
         runs_per_user=runs_per_user,
+        keep_rollouts=keep_rollouts,
+        rollout_bytes=read_size(rollout_bytes),
     )
     url = normalize_url(public_url) if public_url else ""
     config = ServerConfig(
@@ -315,9 +323,12 @@ def _ledger(home: Path, url: str) -> AbstractContextManager[Ledger]:
 @click.option("--owner", help="The key's user; keys of one user share everything.  [default: NAME]")
 @click.option("--project", help="The project that its sessions belong to.")
 @click.option("--note", "about", default="", help="What it is for.")
+@click.option("--admin", is_flag=True, help="It sees the console's pages about everybody: keys, usage, disk.")
 @_home
 @_shared
-def add(name: str, owner: str | None, project: str | None, about: str, home: Path, url: str) -> None:
+def add(
+    name: str, owner: str | None, project: str | None, about: str, admin: bool, home: Path, url: str
+) -> None:
     """Make a key called NAME, and print it. It cannot be shown again."""
     from tinkex.server.api_keys import hash_key, new_key
 
@@ -330,7 +341,7 @@ def add(name: str, owner: str | None, project: str | None, about: str, home: Pat
             )
         ledger.add_key(
             name=name, note=about, hash=hash_key(key), owner=owner or name, project_id=project,
-            created_at=time.time(),
+            created_at=time.time(), admin=admin,
         )  # fmt: skip
     click.echo(key)
     note(f"Key {name!r} made; it is not stored and will not be shown again.")

@@ -12,13 +12,14 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinkex.service.rows import SamplerRow
 from tinkex.service.runs.execution import Execution
 from tinkex.service.samplers import Outcome
 from tinkex.service.service import Service
 from tinkex.types.futures import RequestFailedResponse
+from tinkex.types.sampling import SampleRequest
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -35,8 +36,17 @@ class DurationHistogram:
         self.total += seconds
 
 
+class RecentError(NamedTuple):
+    """A future that failed, and whose it was."""
+
+    at: float
+    owner: str
+    what: str
+    text: str
+
+
 class Metrics:
-    """All numbers of one server."""
+    """All numbers of one server. Only `errors` names users: pages show each their own."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # by operation and status
@@ -47,6 +57,8 @@ class Metrics:
         self.samples = DurationHistogram()
         self.stalls = DurationHistogram()
         self._recent_stalls: deque[float] = deque([0.0], maxlen=600)
+        self.errors: deque[RecentError] = deque(maxlen=500)
+        self._history: deque[tuple[float, dict[str, float]]] = deque(maxlen=13)  # of a minute
 
     def worked(self, work: Execution, seconds: float) -> None:
         """The service executed a training request."""
@@ -56,13 +68,19 @@ class Metrics:
         if work.one_pass is not None:
             self.tokens["training"] += work.tokens
         if isinstance(future.outcome, RequestFailedResponse):
-            self.failures[str(future.outcome.category)] += 1
+            self._failed(
+                work.run.row.owner, f"{work.op} of {work.run.row.name or work.run.id}", future.outcome
+            )
 
-    def sampled(self, row: SamplerRow, seconds: float, outcome: Outcome) -> None:
+    def _failed(self, owner: str, what: str, outcome: RequestFailedResponse) -> None:
+        self.failures[str(outcome.category)] += 1
+        self.errors.append(RecentError(time.time(), owner, what, outcome.error))
+
+    def sampled(self, row: SamplerRow, seconds: float, outcome: Outcome, request: SampleRequest) -> None:
         """A sample request ended, `seconds` after it was accepted."""
         self.samples.add(seconds)
         if isinstance(outcome, RequestFailedResponse):
-            self.failures[str(outcome.category)] += 1
+            self._failed(row.owner, f"sample from {row.model_path or row.base_model}", outcome)
             return
         for sequence in outcome.sequences:
             self.tokens["sampled"] += 0 if sequence.tokens_np is None else sequence.tokens_np.size
@@ -72,6 +90,25 @@ class Metrics:
         """The event loop came to a timer that much too late; called ten times a second."""
         self.stalls.add(seconds)
         self._recent_stalls.append(seconds)
+        now = time.monotonic()
+        if not self._history or now - self._history[-1][0] >= 5.0:
+            self._history.append((now, self._counts()))
+
+    def _counts(self) -> dict[str, float]:
+        failures = sum(self.failures.values())
+        return {
+            "requests per second": sum(self.requests.values()),
+            "trained tokens per second": self.tokens["training"],
+            "sampled tokens per second": self.tokens["sampled"], "failures per second": failures,
+        }  # fmt: skip
+
+    def rates(self, now: float) -> dict[str, float]:
+        """How much there was of what, over the last minute."""
+        if not self._history:
+            return {}
+        then, before = self._history[0]
+        seconds = max(now - then, 1.0)
+        return {name: (count - before[name]) / seconds for name, count in self._counts().items()}
 
     def page(self, service: Service) -> tuple[str, bytes]:
         """The content type and the text of the page, with gauges read from the service at this moment."""

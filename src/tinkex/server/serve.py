@@ -129,7 +129,7 @@ class Server:
         self.config = config
         self._say = say
         home = config.service.home
-        self._socket = _listen(config.host, config.port)
+        self._socket = listen(config.host, config.port)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.url = config.public_url or _url(config.host, self.address[1])
         try:
@@ -341,7 +341,8 @@ class _UvicornServer(uvicorn.Server):
 # -- helpers ---------------------------------------------------------------------------------------------
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; StartError if it cannot."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

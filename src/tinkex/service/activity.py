@@ -77,7 +77,7 @@ class Activity:
     def count(self, row: RunRow | SamplerRow, amounts: Mapping[UsageKind, float]) -> None:
         """Add to the usage of a run or sampler."""
         is_run = isinstance(row, RunRow)
-        project, run_id = (row.project_id, row.run_id) if is_run else (None, _run_of(row.adapter_dir))
+        project, run_id = (row.project_id, row.run_id) if is_run else (None, run_of_adapter(row.adapter_dir))
         whose = row.owner, project, row.session_id, run_id, row.base_model
         for kind, amount in amounts.items():
             if amount:
@@ -108,7 +108,7 @@ class Activity:
 
 
 @lru_cache(maxsize=4096)
-def _run_of(directory: str | None) -> str | None:
+def run_of_adapter(directory: str | None) -> str | None:
     """The run whose adapter is in `directory`, as `Home.run_dir` places it."""
     if directory is None:
         return None

@@ -54,3 +54,7 @@ class ServiceConfig:
     disk_per_user: int | None = None  # bytes of the sessions of one user; None: no limit of its own
     runs_per_user: int = 256  # live at a time, of one user
     custom_losses: bool = True
+
+    # what the console shows beside metrics
+    keep_rollouts: float = 0.0  # the share of prompts whose samples are kept, from 0 to 1
+    rollout_bytes: int = 64 * 1024 * 1024  # of one run; beyond that the oldest are dropped

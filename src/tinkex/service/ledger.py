@@ -349,6 +349,12 @@ class Ledger:
         found = self._read(f"SELECT DISTINCT base_model FROM runs WHERE {where} ORDER BY base_model", values)
         return [name for (name,) in found]
 
+    def runs_with_parents(self, scope: Scope, *, limit: int) -> list[RunRow]:
+        """Those that were made from a checkpoint, newest first."""
+        where, values = _within(scope)
+        rest = f"WHERE {where} AND parent IS NOT NULL ORDER BY created_at DESC LIMIT ?"
+        return self._select(RunRow, rest, [*values, limit])
+
     def runs_called(self, text: str, scope: Scope) -> list[RunRow]:
         """Those of that name, or whose id begins so: two at most, to tell whether it is one."""
         where, values = _within(scope)

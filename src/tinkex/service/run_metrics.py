@@ -153,6 +153,11 @@ class RunMetrics:
         self._windows.pop(run_id, None)
         self._totals.pop(run_id, None)
 
+    def steps_of(self, run_id: str) -> int:
+        """How many steps a run has taken."""
+        known = self._totals.get(run_id)
+        return last_step(self._home.run_dir(run_id)) if known is None else known.steps
+
     def flush(self) -> None:
         """Write the totals that have changed to the ledger; on a full disk, the next time."""
         try:
@@ -199,8 +204,7 @@ class RunMetrics:
         row = self._access.run(request.training_run_id, caller, to_use=True)
         step = request.step
         if step is None:
-            known = self._totals.get(row.run_id)
-            step = last_step(self._home.run_dir(row.run_id)) if known is None else known.steps
+            step = self.steps_of(row.run_id)
         self._home.check_disk()
         self._append(row.run_id, LOGGED, {**request.metrics, "step": step, "time": round(time.time(), 3)})
 

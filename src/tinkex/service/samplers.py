@@ -51,7 +51,9 @@ Pieces = asyncio.Queue[types.SampleEvent]  # of a sample that is streamed
 class SampleObserver(Protocol):
     """Counts or records finished samples."""
 
-    def sampled(self, row: SamplerRow, seconds: float, outcome: Outcome, /) -> None: ...
+    def sampled(
+        self, row: SamplerRow, seconds: float, outcome: Outcome, request: types.SampleRequest, /
+    ) -> None: ...
 
 
 @dataclass(slots=True)
@@ -234,7 +236,7 @@ class Samplers:
             self._count(sample.row, sample.request, future.outcome)
             seconds = time.monotonic() - started
             for observer in self._observers:
-                observer.sampled(sample.row, seconds, future.outcome)
+                observer.sampled(sample.row, seconds, future.outcome, sample.request)
 
     async def _sampled(self, sample: _Sample) -> SampleResponse:
         """Sample; if the engine is lost, sample again on the next one."""

@@ -37,6 +37,7 @@ from tinkex.service.imports import Imports
 from tinkex.service.ledger import Ledger, LedgerError, LedgerFullError
 from tinkex.service.peers import Peers
 from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.rollouts import RolloutRecorder
 from tinkex.service.rows import RunRow, Scope
 from tinkex.service.run_listing import RunListing
 from tinkex.service.run_metrics import RunMetrics
@@ -136,20 +137,24 @@ class Service:
         )
         self.traces = traces = SessionTraces(home, files, access, activity)
         self.metrics = metrics = RunMetrics(home, access, ledger, wrote)
+        self.rollouts = rollouts = RolloutRecorder(
+            home, config.keep_rollouts, config.rollout_bytes, metrics.steps_of
+        )
         self.completions = Completions(home.root / SAMPLES if config.resume else None, wrote)
         adapters = AdapterCaches(home, files, access)
         saves = Saves(home, files, ledger, access, activity, adapters, disk)
         barriers = Barriers(saves, files, access)
         snapshots = Snapshots(home, files, disk, shared=peers is not None)
         self.runs = RunManager(
-            config, ledger, home, disk, models, futures, barriers, snapshots, [traces, metrics, *observers]
+            config, ledger, home, disk, models, futures, barriers, snapshots,
+            [traces, metrics, rollouts, *observers],
         )  # fmt: skip
         self.training = training = TrainingRequests(
             config, ledger, home, disk, access, activity, models, futures, self.runs
         )
         self.samplers = samplers = Samplers(
             config, ledger, files, disk, access, activity, models, futures, self.completions, adapters,
-            [traces, *observers],
+            [traces, rollouts, *observers],
         )  # fmt: skip
         self._losses = losses = CustomLosses(ledger, home, access, models, futures)
         self.sessions = sessions = Sessions(
@@ -256,6 +261,7 @@ class Service:
             await self.runs.stop()
         except Refusal as refusal:  # of a server that was taken over: others have its runs
             log.error("runs were not saved: %s", refusal)
+        await asyncio.to_thread(self.rollouts.stop)
         self.flush()
         if self.peers is not None:
             await self.peers.stop()

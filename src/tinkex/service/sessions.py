@@ -30,6 +30,7 @@ from tinkex.service.saved_files import SavedFiles
 from tinkex.service.served_models import ServedModels
 from tinkex.types import sessions as types
 from tinkex.types.futures import RequestFailedResponse
+from tinkex.types.sampling import SampleRequest
 
 TRACE_LENGTH = 20_000  # events kept of one session
 
@@ -204,7 +205,7 @@ class SessionTraces:
             self._activity.count(row, {"training": work.tokens})
         self._add(row.session_id, (work.op, row.run_id, time.time() - seconds, seconds, work.seq_id, failed))
 
-    def sampled(self, row: SamplerRow, seconds: float, outcome: Outcome) -> None:
+    def sampled(self, row: SamplerRow, seconds: float, outcome: Outcome, request: SampleRequest) -> None:
         """A sample ended."""
         failed = isinstance(outcome, RequestFailedResponse)
         self._add(row.session_id, ("sample", row.sampler_id, time.time() - seconds, seconds, None, failed))

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from starlette.applications import Starlette
 from starlette.routing import Route
 
+from tinkex.server.console.admin_pages import AdminChanges, AdminPages
 from tinkex.server.console.change_pages import RunChanges
+from tinkex.server.console.checkpoint_pages import CheckpointChanges, CheckpointPages
 from tinkex.server.console.console_data import ConsoleData
 from tinkex.server.console.event_pages import LiveStreams
 from tinkex.server.console.live_service import LiveService
+from tinkex.server.console.now_page import NowPage
+from tinkex.server.console.playground import Playground
+from tinkex.server.console.rollout_pages import RolloutPages
 from tinkex.server.console.run_pages import RunPages
 from tinkex.server.console.site import ConsoleSite
-from tinkex.server.console.visitors import KeyVisitors
+from tinkex.server.console.token_texts import HomeTokenTexts, ServedTokenTexts
+from tinkex.server.console.visitors import HomeVisitors, KeyVisitors
 from tinkex.server.gateway import Gateway
+from tinkex.service.home import Home
+from tinkex.service.ledger_reader import LedgerReader
+
+LAPSE = 60.0  # seconds without a heartbeat, after which the process that trains is taken for gone
 
 
 def server_console(gateway: Gateway, secret: bytes) -> list[Route]:
@@ -32,6 +44,25 @@ def server_console(gateway: Gateway, secret: bytes) -> list[Route]:
     )
     data = ConsoleData(service.ledger, service.home, service.config.session_lapse, LiveService(service))
     streams = LiveStreams(lambda: gateway.draining)
+    texts = ServedTokenTexts(service)
     RunPages(site, data, streams)
     RunChanges(site, service)
+    CheckpointPages(site, data)
+    CheckpointChanges(site, service)
+    NowPage(site, service, gateway.metrics, streams)
+    RolloutPages(site, data, texts, service.config.keep_rollouts)
+    Playground(site, service, texts, streams)
+    AdminPages(site, data)
+    AdminChanges(site, service)
     return site.routes
+
+
+def home_console(home: Path, visitors: HomeVisitors) -> Starlette:
+    """The console of a home directory: read-only, also while another process trains in it."""
+    site = ConsoleSite(visitors)
+    data = ConsoleData(LedgerReader(home / "ledger.sqlite"), Home(home), LAPSE)
+    RunPages(site, data, LiveStreams())
+    CheckpointPages(site, data)
+    RolloutPages(site, data, HomeTokenTexts(home), rate=1.0)
+    AdminPages(site, data)
+    return Starlette(routes=site.routes)

@@ -61,7 +61,7 @@ class ConsoleSite:
         self._jinja = Environment(
             loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
-        self._files = _static_files()
+        self._files, self._version = _static_files()
         filters: dict[str, Any] = self._jinja.filters
         filters.update(formats.FILTERS)
         shared: dict[str, Any] = self._jinja.globals
@@ -205,25 +205,24 @@ class ConsoleSite:
 
     def asset(self, file: str) -> str:
         """The address of a file of the console; it changes with its content."""
-        return f"{self.root}/console/static/{self._files[file][1]}/{file}"
+        assert file in self._files, file
+        return f"{self.root}/console/static/{self._version}/{file}"
 
     async def _static(self, request: Request) -> Response:
         known = self._files.get(request.path_params["file"])
-        if known is None or known[1] != request.path_params["version"]:
+        if known is None or request.path_params["version"] != self._version:
             raise Refusal(404, "there is no such file")
         kind = _TYPES[Path(request.path_params["file"]).suffix]
-        return Response(known[0], 200, {"cache-control": "public, max-age=31536000, immutable"}, kind)
+        return Response(known, 200, {"cache-control": "public, max-age=31536000, immutable"}, kind)
 
 
-def _static_files() -> dict[str, tuple[bytes, str]]:
-    """The files that pages load, by name: their content, and a version of it."""
-    found: dict[str, tuple[bytes, str]] = {}
-    for path in (HERE / "static").rglob("*"):
+def _static_files() -> tuple[dict[str, bytes], str]:
+    """The files that pages load, by name, and a version of them all: modules name each other by path."""
+    found: dict[str, bytes] = {}
+    for path in sorted((HERE / "static").rglob("*")):
         if path.suffix in _TYPES:
-            content = path.read_bytes()
-            name = path.relative_to(HERE / "static").as_posix()
-            found[name] = content, hashlib.sha256(content).hexdigest()[:12]
-    return found
+            found[path.relative_to(HERE / "static").as_posix()] = path.read_bytes()
+    return found, hashlib.sha256(b"".join(found.values())).hexdigest()[:12]
 
 
 def next_page(given: str) -> str:

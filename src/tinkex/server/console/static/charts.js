@@ -1,5 +1,7 @@
 // Charts of a page: the curves it names, and the points that its stream of events adds to them.
 // Knows uPlot and no metric: the server says which lines share a chart, and what they are called.
+import { follow } from "./live.js";
+
 const host = document.getElementById("charts");
 const tool = (id) => document.getElementById(id);
 const style = () => getComputedStyle(document.documentElement);
@@ -10,7 +12,6 @@ let panels = [];            // [{title, lines: [[key, label]]}]
 let curves = {};            // key -> {x: [], y: []}
 let plots = new Map();      // title -> {figure, value, plot}
 let zoom = null;            // [low, high], while a part is shown
-let source = null;          // the stream
 let drawing = 0;
 
 const shown = (v) => v == null ? "–" : Math.abs(v) >= 1e5 || (v !== 0 && Math.abs(v) < 1e-3) ? v.toExponential(2) : String(+v.toPrecision(4));
@@ -150,30 +151,16 @@ function zoomTo(range) {
   fetchCurves();              // the part that is shown, as finely as it can be
 }
 
-function follow() {
-  source?.close();
-  source = null;
-  if (!host.dataset.events || document.hidden) return;
-  const url = new URL(host.dataset.events, location.href);
-  url.searchParams.set("x", tool("x-axis").value);
-  source = new EventSource(url);
-  source.addEventListener("open", () => { tool("live").textContent = "live"; });
-  source.addEventListener("error", () => { tool("live").textContent = "not connected; trying again"; });
-  source.addEventListener("points", (event) => { if (!zoom) take(JSON.parse(event.data)); });
-  source.addEventListener("part", (event) => {
-    const { id, html } = JSON.parse(event.data), place = document.getElementById(id);
-    const open = [...place.querySelectorAll("details")].map((one) => one.open);
-    if (place.contains(document.activeElement) && document.activeElement !== place) return;
-    place.innerHTML = html;   // rendered by our server, which escapes what users write
-    place.querySelectorAll("details").forEach((one, i) => { if (open[i] != null) one.open = open[i]; });
-  });
-}
-
 for (const id of ["smoothing", "log-y", "log-x"]) tool(id).addEventListener("input", redraw);
-tool("x-axis").addEventListener("change", () => { zoom = null; curves = {}; fetchCurves().then(follow); });
+tool("x-axis").addEventListener("change", () => { zoom = null; curves = {}; fetchCurves().then(reopen); });
 tool("reset-zoom").addEventListener("click", () => { zoom = null; fetchCurves(); });
 host.addEventListener("dblclick", () => { zoom = null; fetchCurves(); });
-document.addEventListener("visibilitychange", follow);   // a browser opens few connections to one server
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 new ResizeObserver(redraw).observe(host);
-if (host.dataset.events) follow(); else fetchCurves();
+const address = () => {
+  const url = new URL(host.dataset.events, location.href);
+  url.searchParams.set("x", tool("x-axis").value);
+  return url;
+};
+const reopen = host.dataset.events ? follow(address, { points: (given) => { if (!zoom) take(given); } }) : () => {};
+if (!host.dataset.events) fetchCurves();

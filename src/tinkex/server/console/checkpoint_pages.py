@@ -1,0 +1,129 @@
+"""Saved checkpoints: which came from which, download, publish, expiry, deletion."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+from urllib.parse import urlencode
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from tinkex.server.console.console_data import ConsoleData, sees
+from tinkex.server.console.site import ConsoleSite
+from tinkex.server.console.visitors import Visitor
+from tinkex.service.refusal import Refusal
+from tinkex.service.rows import CheckpointRow, RunRow
+from tinkex.service.service import Service
+from tinkex.types.checkpoints import CheckpointRequest, ParsedCheckpointTinkerPath, SetCheckpointTTLRequest
+from tinkex.wire import ops
+
+MOST = 500  # checkpoints of one page
+_DAY = 86400
+
+
+@dataclass
+class LineageNode:
+    """A run, what it saved, and by each checkpoint the runs that were made from it."""
+
+    row: RunRow
+    saved: list[SavedNode]
+
+
+class SavedNode(NamedTuple):
+    """A checkpoint, and the runs that were made from it."""
+
+    row: CheckpointRow
+    children: list[LineageNode]
+
+
+class CheckpointPages:
+    """The page of checkpoints, to be looked at."""
+
+    def __init__(self, site: ConsoleSite, data: ConsoleData) -> None:
+        self._site, self._data = site, data
+        site.add("/console/checkpoints", self.list)
+
+    async def list(self, request: Request, visitor: Visitor) -> Response:
+        run_id, ledger, now = request.query_params.get("run", ""), self._data.ledger, time.time()
+        if run_id:
+            row = self._data.row(run_id, visitor)
+            found, total = self._data.checkpoints(row), 0
+        else:
+            page = ledger.checkpoints(visitor.scope, limit=MOST, now=now)
+            found, total = page.rows, page.total
+        rows = {one.run_id: run for one in found if (run := ledger.run(one.run_id)) is not None}
+        for child in ledger.runs_with_parents(visitor.scope, limit=MOST):
+            if not run_id or child.run_id in rows or (child.parent or "").startswith(f"tinker://{run_id}/"):
+                rows.setdefault(child.run_id, child)
+        tree = _lineage([row for row in rows.values() if sees(visitor, row.owner, row.project_id)], found)
+        size = sum(one.size_bytes for one in found)
+        return self._site.render(
+            "checkpoints.html", visitor, tree=tree, run_id=run_id, count=len(found), size=size,
+            more=max(0, total - len(found)),
+        )  # fmt: skip
+
+
+def _lineage(rows: list[RunRow], found: list[CheckpointRow]) -> list[LineageNode]:
+    """The runs that were made from nothing of these, with everything that came of them."""
+    nodes = {row.run_id: LineageNode(row, []) for row in rows}
+    children: defaultdict[str, list[LineageNode]] = defaultdict(list)
+    paths = {one.tinker_path for one in found}
+    for node in nodes.values():
+        if node.row.parent in paths:
+            children[node.row.parent or ""].append(node)
+    for one in found:
+        if one.run_id in nodes:
+            nodes[one.run_id].saved.append(SavedNode(one, children[one.tinker_path]))
+    nested = {id(node) for many in children.values() for node in many}
+    return [node for node in nodes.values() if id(node) not in nested]
+
+
+class CheckpointChanges:
+    """What is done to a checkpoint: each by the service's own operation."""
+
+    def __init__(self, site: ConsoleSite, service: Service) -> None:
+        self._site, self._service = site, service
+        site.add("/console/checkpoints/download", self.download)
+        site.add("/console/checkpoints/{verb:str}", self.change, "POST")
+
+    async def download(self, request: Request, visitor: Visitor) -> Response:
+        which = _which(request.query_params.get("path", ""))
+        found = await self._service.call(ops.GET_CHECKPOINT_ARCHIVE_URL, which, visitor.caller)
+        return RedirectResponse(found.url, 303)
+
+    async def change(self, request: Request, visitor: Visitor) -> Response:
+        form, call = await self._site.form(request), self._service.call
+        path = form.get("path", "")
+        which = _which(path)
+        match request.path_params["verb"]:
+            case "publish":
+                await call(ops.PUBLISH_CHECKPOINT, which, visitor.caller)
+            case "unpublish":
+                await call(ops.UNPUBLISH_CHECKPOINT, which, visitor.caller)
+            case "delete":
+                await call(ops.DELETE_CHECKPOINT, which, visitor.caller)
+            case "expire":
+                days = form.get("days", "").strip()
+                if days and not (days.isdecimal() and 1 <= int(days) <= 3650):
+                    raise Refusal(
+                        422, f"a number of days from 1 to 3650, or nothing for ever; got {days!r:.40}"
+                    )
+                ttl = int(days) * _DAY if days else None
+                ids = which.model_dump(include={"training_run_id", "checkpoint_id"})
+                await call(
+                    ops.SET_CHECKPOINT_TTL, SetCheckpointTTLRequest(**ids, ttl_seconds=ttl), visitor.caller
+                )
+            case other:
+                raise Refusal(404, f"nothing called {other!r:.40} can be done to a checkpoint")
+        run = form.get("run", "")
+        return self._site.redirect(
+            f"/console/checkpoints{'?' + urlencode({'run': run}) if run else ''}", request
+        )
+
+
+def _which(path: str) -> CheckpointRequest:
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
+    return CheckpointRequest(training_run_id=parsed.training_run_id, checkpoint_id=parsed.checkpoint_id)

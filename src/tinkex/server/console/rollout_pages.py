@@ -1,0 +1,153 @@
+"""Rollouts of a run: prompts and their answers by step, token by token, with what training made of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.console.console_data import ConsoleData
+from tinkex.server.console.site import ConsoleSite
+from tinkex.server.console.token_texts import TokenTexts, pieces, top_texts
+from tinkex.server.console.visitors import Visitor
+from tinkex.service.refusal import Refusal, not_found
+from tinkex.service.rollout_reader import RolloutReader, RolloutSummary, SampleSummary
+from tinkex.service.rows import RunRow
+
+GROUPS = 50  # of one page
+MOST_SAMPLES = 64  # of a group that are shown
+PREVIEW = 160  # characters of a prompt in the list
+
+
+class ShownSample(NamedTuple):
+    """One answer of a group, and how its tokens are found."""
+
+    rollout: RolloutSummary
+    number: int
+    summary: SampleSummary
+
+
+class RolloutGroup(NamedTuple):
+    """All answers to one prompt at one step."""
+
+    group: str
+    step: int
+    samples: list[ShownSample]
+
+    @property
+    def advantages(self) -> list[float]:
+        return [s.summary.advantage for s in self.samples if s.summary.advantage is not None]
+
+    @property
+    def tokens(self) -> float:
+        return sum(s.summary.tokens for s in self.samples) / max(1, len(self.samples))
+
+    @property
+    def logprob(self) -> float | None:
+        known = [s.summary.logprob for s in self.samples if s.summary.logprob is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
+    def difference(self) -> float | None:
+        known = [s.summary.difference for s in self.samples if s.summary.difference is not None]
+        return sum(known) / len(known) if known else None
+
+
+ORDERS: dict[str, Callable[[RolloutGroup], float]] = {
+    "step": lambda group: group.step,
+    "spread": lambda group: max(group.advantages, default=0.0) - min(group.advantages, default=0.0),
+    "length": lambda group: group.tokens,
+    "surprise": lambda group: -(group.logprob or 0.0),
+    "difference": lambda group: group.difference or 0.0,
+}
+
+
+class RolloutPages:
+    """Pages about the rollouts of one run."""
+
+    def __init__(self, site: ConsoleSite, data: ConsoleData, texts: TokenTexts, rate: float) -> None:
+        self._site, self._data, self._texts, self._rate = site, data, texts, rate
+        self._reader = RolloutReader()
+        site.add("/console/runs/{run_id}/rollouts", self.list)
+        site.add("/console/runs/{run_id}/rollouts/{group}", self.show)
+        site.add("/console/runs/{run_id}/rollouts/{group}/tokens", self.tokens)
+
+    async def _groups(self, row: RunRow) -> list[RolloutGroup]:
+        rollouts = await asyncio.to_thread(self._reader.list, self._data.directory(row))
+        found: defaultdict[tuple[int, str], list[ShownSample]] = defaultdict(list)
+        for one in rollouts:
+            found[one.step, one.group] += [ShownSample(one, i, s) for i, s in enumerate(one.samples)]
+        return [RolloutGroup(group, step, samples) for (step, group), samples in found.items()]
+
+    async def list(self, request: Request, visitor: Visitor) -> Response:
+        run, given = self._data.run(request.path_params["run_id"], visitor), request.query_params
+        groups = await self._groups(run.row)
+        steps = sorted({group.step for group in groups})
+        step, joined, order = given.get("step", ""), given.get("trained", ""), given.get("order", "step")
+        if step.isdecimal():
+            groups = [group for group in groups if group.step == int(step)]
+        if joined:
+            groups = [group for group in groups if group.advantages]
+        groups.sort(key=ORDERS.get(order, ORDERS["step"]), reverse=True)
+        table = await self._texts.table(run.row.base_model)
+        shown = groups[:GROUPS]
+        prompts = await asyncio.to_thread(lambda: [self._preview(group, table) for group in shown])
+        return self._site.render(
+            "rollouts.html", visitor, run=run, groups=list(zip(shown, prompts, strict=True)),
+            total=len(groups), steps=steps, step=step, trained=joined, order=order, orders=[*ORDERS],
+            rate=self._rate,
+        )  # fmt: skip
+
+    def _preview(self, group: RolloutGroup, table: Any) -> str:
+        try:
+            tokens = self._reader.record(group.samples[0].rollout, 0)["prompt"]
+        except (OSError, ValueError, IndexError):
+            return "dropped meanwhile"
+        text = "".join(pieces(tokens[-400:], table))
+        return text if len(text) <= PREVIEW else f"… {text[-PREVIEW:]}"
+
+    async def show(self, request: Request, visitor: Visitor) -> Response:
+        run, wanted = self._data.run(request.path_params["run_id"], visitor), request.path_params["group"]
+        groups = [group for group in await self._groups(run.row) if group.group == wanted]
+        if not groups:
+            raise not_found(f"a rollout {wanted} of run {run.row.run_id}")
+        groups.sort(key=lambda group: group.step)
+        steps = [group.step for group in groups]
+        at = request.query_params.get("at", "")
+        index = min(int(at), len(steps) - 1) if at.isdecimal() and len(at) < 9 else len(steps) - 1
+        part = request.headers.get("hx-target") == "group"
+        group = groups[index]._replace(samples=groups[index].samples[:MOST_SAMPLES])
+        return self._site.render(
+            "_group.html" if part else "group.html", visitor, run=run, group=group, steps=steps, index=index
+        )
+
+    async def tokens(self, request: Request, visitor: Visitor) -> Response:
+        row, given = self._data.row(request.path_params["run_id"], visitor), request.query_params
+        rollouts = await asyncio.to_thread(self._reader.list, self._data.directory(row))
+        number, sample = given.get("id", ""), given.get("sample", "0")
+        found = next((one for one in rollouts if str(one.id) == number), None)
+        if found is None or not sample.isdecimal() or int(sample) >= len(found.samples):
+            raise not_found(f"rollout {number!r:.40} of run {row.run_id}")
+        try:
+            record = await asyncio.to_thread(self._reader.record, found, int(sample))
+        except (OSError, ValueError) as error:
+            raise Refusal(404, "this rollout was dropped meanwhile: newer ones took its room") from error
+        table = await self._texts.table(row.base_model)
+        joined: dict[str, Any] = record.get("joined", {})
+        top = top_texts(record.get("topk") or [], table)
+        return Response(
+            orjson.dumps(
+                {
+                    "prompt": pieces(record["prompt"], table), "answer": pieces(record["tokens"], table),
+                    "ids": record["tokens"], "logprobs": record.get("logprobs"), "top": top,
+                    "trainer": joined.get("trainer"), "advantage": joined.get("advantage"),
+                    "advantages": joined.get("advantages"),
+                }
+            ),
+            media_type="application/json",
+        )  # fmt: skip

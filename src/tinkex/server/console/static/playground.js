@@ -1,0 +1,108 @@
+// The playground: one prompt to several models at once, their answers as they are drawn.
+import { span } from "./tokens.js";
+
+const form = document.getElementById("ask"), answers = document.getElementById("answers");
+const token = document.body.dataset.formToken, root = document.body.dataset.root;
+let stopping = null;
+
+const number = (name) => form.elements[name].value === "" ? null : Number(form.elements[name].value);
+const models = () => [...new Set([...form.querySelectorAll("[name=model]")].map((one) => one.value.trim()).filter(Boolean))];
+const asked = (model) => ({
+  model, mode: form.elements.mode.value, system: form.elements.system.value, prompt: form.elements.prompt.value,
+  max_tokens: number("max_tokens"), temperature: number("temperature"), top_p: number("top_p"), top_k: number("top_k"), seed: number("seed"),
+});
+const post = (path, body, signal) => fetch(`${root}/console/playground/${path}`, {
+  method: "POST", headers: { "content-type": "application/json", accept: "application/json, text/event-stream", "x-form-token": token }, body: JSON.stringify(body), signal,
+});
+
+async function problem(response) {
+  const page = new DOMParser().parseFromString(await response.text(), "text/html");
+  return page.body.textContent.trim() || `the server answered ${response.status}`;
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    rest += value;
+    const blocks = rest.split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const name = /^event: (.*)$/m.exec(block)?.[1], data = /^data: (.*)$/m.exec(block)?.[1];
+      if (name && data) yield [name, JSON.parse(data)];
+    }
+  }
+}
+
+async function sample(model, signal) {
+  const card = document.createElement("article"), title = document.createElement("h2"), place = document.createElement("pre"), said = document.createElement("p");
+  card.className = "card";
+  title.textContent = model;
+  place.className = "tokens";
+  said.className = "faint";
+  said.textContent = "…";
+  card.append(title, place, said);
+  answers.append(card);
+  const began = performance.now();
+  let count = 0;
+  try {
+    const response = await post("sample", asked(model), signal);
+    if (!response.ok) throw new Error(await problem(response));
+    for await (const [name, told] of events(response)) {
+      if (name === "tokens") {
+        told.pieces.forEach((text, i) => place.append(span({ text, id: told.ids[i], logprob: told.logprobs[i] }, "logprob")));
+        count += told.ids.length;
+        said.textContent = `${count} tokens, ${(count / ((performance.now() - began) / 1000)).toFixed(1)} per second`;
+      } else if (name === "waits") said.textContent = told.why;
+      else if (name === "end") {
+        [...place.children].forEach((one, i) => { one.token.top = told.top[i]; });
+        said.textContent += `, ended by ${told.stop}`;
+      } else if (name === "failed") throw new Error(told.error);
+    }
+  } catch (error) {
+    said.className = "problem";
+    said.textContent = error.name === "AbortError" ? "stopped" : error.message;
+  }
+}
+
+form.addEventListener("submit", async (event) => {
+  event.preventDefault();
+  stopping?.abort();
+  stopping = new AbortController();
+  answers.replaceChildren();
+  await Promise.all(models().map((model) => sample(model, stopping.signal)));
+});
+document.getElementById("stop").addEventListener("click", () => stopping?.abort());
+
+document.getElementById("show-tokens").addEventListener("click", async () => {
+  const section = document.getElementById("as-tokens"), place = section.querySelector("pre");
+  section.hidden = false;
+  const response = await post("tokens", asked(models()[0] ?? ""));
+  if (!response.ok) { place.textContent = await problem(response); return; }
+  const told = await response.json();
+  place.replaceChildren(...told.pieces.map((text, i) => Object.assign(span({ text, id: told.ids[i] }, ""), { className: i % 2 ? "g1" : "p1" })));
+});
+
+const codes = {
+  python: () => {
+    const one = asked(models()[0] ?? ""), path = one.model.startsWith("tinker://") ? "model_path" : "base_model", q = JSON.stringify;
+    const prompt = one.mode === "text" ? `tokenizer.encode(${q(one.prompt)})`
+      : `tinkex.render_chat(tokenizer, [${one.system ? `{"role": "system", "content": ${q(one.system)}}, ` : ""}{"role": "user", "content": ${q(one.prompt)}}])`;
+    return `import tinkex\n\nservice = tinkex.ServiceClient(base_url=${q(form.dataset.url)})\nsampler = service.create_sampling_client(${path}=${q(one.model)})\ntokenizer = sampler.get_tokenizer()\nprompt = tinkex.ModelInput.from_ints(${prompt})\nparams = tinkex.SamplingParams(max_tokens=${one.max_tokens}, temperature=${one.temperature}, top_p=${one.top_p}, top_k=${one.top_k}, seed=${one.seed ?? "None"})\nanswer = sampler.sample(prompt, 1, params).result().sequences[0]\nprint(tokenizer.decode(answer.tokens))\n`;
+  },
+  curl: () => {
+    const one = asked(models()[0] ?? ""), chat = one.mode === "chat";
+    const messages = [...(one.system ? [{ role: "system", content: one.system }] : []), { role: "user", content: one.prompt }];
+    const body = { model: one.model, ...(chat ? { messages } : { prompt: one.prompt }), max_tokens: one.max_tokens, temperature: one.temperature, top_p: one.top_p, ...(one.seed == null ? {} : { seed: one.seed }) };
+    return `curl ${form.dataset.url}/v1/${chat ? "chat/" : ""}completions \\\n  -H "Authorization: Bearer $TINKER_API_KEY" -H "Content-Type: application/json" \\\n  -d '${JSON.stringify(body).replaceAll("'", "'\\''")}'\n`;
+  },
+};
+for (const button of document.querySelectorAll("[data-code]")) button.addEventListener("click", async () => {
+  const code = document.getElementById("code"), text = codes[button.dataset.code]();
+  code.hidden = false;
+  code.open = true;
+  code.querySelector("pre").textContent = text;
+  try { await navigator.clipboard.writeText(text); } catch { /* it is shown below, to be copied by hand */ }
+});

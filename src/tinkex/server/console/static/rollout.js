@@ -1,0 +1,28 @@
+// The answers of a group: their tokens are fetched when they come into view.
+import { fill, paint } from "./tokens.js";
+
+const colour = () => document.getElementById("colour").value;
+
+async function load(sample, first) {
+  const response = await fetch(sample.dataset.tokens, { headers: { accept: "application/json" } });
+  const place = sample.querySelector(".tokens");
+  if (!response.ok) { place.textContent = "dropped meanwhile"; return; }
+  const told = await response.json();
+  fill(place, told.answer.map((text, i) => ({
+    text, id: told.ids[i], logprob: told.logprobs?.[i], trainer: told.trainer?.[i], top: told.top?.[i],
+    advantage: told.advantages ? told.advantages[i] : told.advantage,
+  })), colour());
+  if (first) fill(document.getElementById("prompt"), told.prompt.map((text) => ({ text })), "");
+}
+
+function begin() {
+  const samples = [...document.querySelectorAll("[data-tokens]")];
+  const seen = new IntersectionObserver((entries) => {
+    for (const { isIntersecting, target } of entries) if (isIntersecting) { seen.unobserve(target); load(target, target === samples[0]); }
+  });
+  samples.forEach((sample) => seen.observe(sample));
+  document.getElementById("colour")?.addEventListener("change", () => document.querySelectorAll(".sample .tokens span").forEach((one) => paint(one, colour())));
+}
+
+document.addEventListener("htmx:afterSwap", begin);
+begin();

@@ -1,0 +1,67 @@
+// Tokens as spans, coloured by a number each; what is known of one is shown when it is pointed at or focused.
+// All text goes in as text.
+const FOLDED = [["<think>", "</think>", "thinking"], ["<tool_call>", "</tool_call>", "tool call"], ["<|channel|>analysis", "<|end|>", "thinking"]];
+
+// 0 (as expected) to 9 (a surprise): nine steps of a logprob from 0 to about -7.
+export const surprise = (logprob) => logprob == null ? "" : `p${Math.min(9, Math.floor(Math.sqrt(Math.max(0, -logprob)) * 3.4))}`;
+export const signed = (value, scale) => value == null ? "" : `${value < 0 ? "n" : "g"}${Math.min(4, Math.round(Math.abs(value) / scale * 4))}`;
+
+const shown = (v) => v == null ? "–" : (+v).toFixed(4);
+let tip = null, pointed = null;
+
+function explain(span) {
+  tip ??= Object.assign(document.createElement("div"), { className: "tip", role: "tooltip" });
+  const token = span.token;
+  const lines = [JSON.stringify(token.text), token.id == null ? "" : `id ${token.id}`];
+  if (token.logprob != null) lines.push(`logprob ${shown(token.logprob)} (${(100 * Math.exp(token.logprob)).toFixed(1)} %)`);
+  if (token.trainer != null) lines.push(`trainer ${shown(token.trainer)}, difference ${shown(token.logprob - token.trainer)}`);
+  if (token.advantage != null) lines.push(`advantage ${shown(token.advantage)}`);
+  for (const [text, logprob] of token.top ?? []) lines.push(`  ${JSON.stringify(text)} ${(100 * Math.exp(logprob)).toFixed(1)} %`);
+  tip.textContent = lines.filter(Boolean).join("\n");
+  document.body.append(tip);
+  const box = span.getBoundingClientRect();
+  tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 8))}px`;
+  tip.style.top = `${box.bottom + tip.offsetHeight + 8 > innerHeight ? box.top - tip.offsetHeight - 4 : box.bottom + 4}px`;
+}
+
+function point(span) {
+  pointed = span;
+  if (span) explain(span); else tip?.remove();
+}
+
+document.addEventListener("pointerover", (event) => point(event.target.token ? event.target : null));
+document.addEventListener("scroll", () => { if (pointed) explain(pointed); }, true);
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") point(null); });
+
+export function span(token, kind) {
+  const one = document.createElement("span");
+  one.token = token;
+  one.textContent = token.text === "" ? "·" : token.text;
+  paint(one, kind);
+  return one;
+}
+
+export function paint(one, kind) {
+  const { logprob, trainer, advantage } = one.token;
+  one.className = kind === "difference" ? signed(trainer == null ? null : logprob - trainer, 0.2)
+    : kind === "advantage" ? signed(advantage, 1) : surprise(logprob);
+}
+
+// Puts tokens into an element; what a model thought and the tools it called are folded.
+export function fill(place, tokens, kind) {
+  place.replaceChildren();
+  let into = place, until = "", text = "";
+  for (const token of tokens) {
+    text = (text + token.text).slice(-60);
+    const opens = into === place && FOLDED.find(([begin]) => text.endsWith(begin) && token.text !== "");
+    if (opens) {
+      const folded = document.createElement("details"), title = document.createElement("summary");
+      title.textContent = opens[2];
+      folded.append(title);
+      place.append(folded);
+      [into, until] = [folded, opens[1]];
+    }
+    into.append(span(token, kind));
+    if (into !== place && text.endsWith(until)) into = place;
+  }
+}

@@ -1,0 +1,165 @@
+"""`tinkex console`: the pages of a home that another process uses; and the pages of administrators."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+
+from tests.server.conftest import Answer, Running
+from tinkex.server.api_keys import hash_key
+from tinkex.service.ledger import Ledger, LedgerError
+from tinkex.service.ledger_reader import LedgerReader
+from tinkex.service.rows import RunRow, SamplerRow, SessionRow
+from tinkex.service.run_series import STEPS
+from tinkex.types.params import LoraConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    """A home that a process has open, with runs of two owners."""
+    place = tmp_path / "home"
+    place.mkdir()
+    with closing(Ledger(place / "ledger.sqlite")) as ledger:
+        now = time.time()
+        for owner, session in (("local", "aaaa"), ("bob", "bbbb")):
+            ledger.add_session(SessionRow(session, owner, now, now))
+            run = RunRow(
+                f"{session}:train:0", session, 0, owner, "tiny", LoraConfig(4, 1), now, now, name=owner
+            )
+            ledger.add_run(run)
+            directory = place / "runs" / session / "train-0"
+            directory.mkdir(parents=True)
+            (directory / STEPS).write_text(f'{{"step": 1, "time": {now}, "loss": 0.5}}\n')
+        yield place
+
+
+def test_a_reader_of_the_ledger_sees_what_is_written_and_writes_nothing(home: Path) -> None:
+    with (
+        closing(LedgerReader(home / "ledger.sqlite")) as reader,
+        closing(Ledger(home / "ledger.sqlite")) as writer,
+    ):
+        assert reader.run("aaaa:train:0") is not None
+        writer.update_run("aaaa:train:0", name="renamed")
+        found = reader.run("aaaa:train:0")
+        assert found is not None
+        assert found.name == "renamed"
+        with pytest.raises(LedgerError, match="readonly"):
+            reader.update_run("aaaa:train:0", name="no")
+        with pytest.raises(LedgerError, match="readonly"):
+            reader.add_sampler(SamplerRow("s", "aaaa", "local", "tiny", 1.0))
+    with pytest.raises(LedgerError, match="nothing was trained"):
+        LedgerReader(home / "none.sqlite")
+
+
+@pytest.mark.slow
+def test_tinkex_console_shows_a_home_that_is_in_use_and_takes_no_lock(home: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TINK")}
+    command = [sys.executable, "-m", "tinkex.cli", "console", "--home", str(home), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        found = re.fullmatch(r"(http://127.0.0.1:(\d+))(/console/login\?key=tml-[\w-]+)", url)
+        assert found, url
+        get = Getter(int(found[2]))
+        assert get("/console/runs").status == 303, "nobody comes in without the key"
+        assert get("/console/login?key=tml-wrong").status == 401
+        welcome = get(found[3])
+        assert (welcome.status, welcome.headers["location"]) == (303, "/console/runs")
+        get.cookie = welcome.headers["set-cookie"].partition(";")[0]
+        listed = get("/console/runs").body
+        assert b"aaaa:0" in listed
+        assert b"bbbb:0" in listed
+        assert b"0.5" in get("/console/runs/aaaa:train:0/curves").body
+        for path in ("runs/aaaa:train:0", "runs/aaaa:train:0/rollouts", "checkpoints", "admin", "admin/disk"):
+            assert get(f"/console/{path}").status == 200, path
+        assert b"Rename" not in get("/console/runs/aaaa:train:0").body
+        for path in ("playground", "now", "runs/aaaa:train:0/rename", "runs/aaaa:train:0/delete"):
+            assert get(f"/console/{path}").status in (404, 405), path
+        with closing(Ledger(home / "ledger.sqlite")) as ledger:
+            ledger.update_run("aaaa:train:0", steps=77)
+        assert b">77<" in get("/console/runs").body
+        assert not (home / "lock").exists()
+    finally:
+        process.terminate()
+        assert process.wait(20) in (0, -15, 130)
+
+
+class Getter:
+    """Plain requests, with a cookie."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self.cookie = port, ""
+
+    def __call__(self, path: str, form: dict[str, str] | None = None) -> Answer:
+        import http.client
+
+        with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=20)) as connection:
+            headers = {"accept": "text/html", "cookie": self.cookie}
+            body = None
+            if form is not None:
+                body, headers["content-type"] = urlencode(form), "application/x-www-form-urlencoded"
+            connection.request("GET" if form is None else "POST", path, body, headers)
+            response = connection.getresponse()
+            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+
+    def log_in(self, key: str) -> str:
+        """Log in; returns the token of forms."""
+        self.cookie = self("/console/login", {"key": key}).headers["set-cookie"].partition(";")[0]
+        found = re.search(rb'data-form-token="(\w+)"', self("/console/runs").body)
+        assert found
+        return found[1].decode()
+
+
+def test_only_an_administrators_key_sees_what_is_everybodys(start: Callable[..., Running]) -> None:
+    server = start()
+    ledger, keys = server.server.service.ledger, {"boss": "tml-" + "b" * 40, "ann": "tml-" + "a" * 40}
+    for name, key in keys.items():
+        ledger.add_key(
+            name=name, note="", hash=hash_key(key), owner=name, project_id=None, created_at=time.time(),
+            admin=name == "boss",
+        )  # fmt: skip
+    now = time.time()
+    ledger.add_session(SessionRow("s", "ann", now, now))
+    run = RunRow(
+        "s:train:0", "s", 0, "ann", "m/base", LoraConfig(4, 1), now, now, name="=cmd()", ended="finished"
+    )
+    ledger.add_run(run)
+    directory = server.server.service.home.run_dir("s:train:0")
+    directory.mkdir(parents=True)
+    (directory / "big").write_bytes(b"x" * 100_000)
+    port = server.server.address[1]
+    ann, boss = Getter(port), Getter(port)
+    token, own = boss.log_in(keys["boss"]), ann.log_in(keys["ann"])
+    assert b"/console/admin" not in ann("/console/runs").body
+    for path in ("admin", "admin/usage.csv", "admin/disk"):
+        assert ann(f"/console/{path}").status == 403, path
+        assert boss(f"/console/{path}").status == 200, path
+    forms = {"keys": {"name": "x"}, "keys/revoke": {"key_id": "1"}, "runs/delete": {"run": "s:train:0"}}
+    for path, form in forms.items():
+        assert ann(f"/console/admin/{path}", {**form, "form_token": own}).status == 403, path
+        assert boss(f"/console/admin/{path}", form).status == 403, path
+    assert b"97.7 KiB" in boss("/console/admin/disk").body
+    made = boss("/console/admin/keys", {"name": "carl", "form_token": token})
+    found = re.search(rb"tml-[\w-]{43}", made.body)
+    assert found
+    Getter(port).log_in(found[0].decode())
+    assert boss("/console/admin/keys", {"name": "carl", "form_token": token}).status == 422
+    (carl,) = [row for row in ledger.keys() if row.name == "carl"]  # noqa: SIM118
+    assert boss("/console/admin/keys/revoke", {"key_id": str(carl.key_id), "form_token": token}).status == 303
+    assert boss("/console/admin/runs/delete", {"run": "s:train:0", "form_token": token}).status == 303
+    assert not directory.exists()
+    log = boss("/console/admin").body
+    for event in (b"keys.add", b"keys.revoke", b"runs.delete", b"runs.clean-up"):
+        assert event in log
