@@ -44,7 +44,8 @@ def test_every_command_of_the_page_runs(stranger: Path) -> None:
     made = Path("pirates")
     assert (made / "runs" / "pirates" / "result.json").exists()
     assert (made / "runs" / "sums" / "result.json").exists()
-    assert list((made / "adapter").rglob("adapter_config.json")), "PEFT's file"
+    assert (made / "adapter" / "adapter_config.json").exists(), "PEFT's file"
+    assert (made / "merged" / "config.json").exists(), "transformers' file"
 
 
 def test_the_notebook_runs(stranger: Path) -> None:

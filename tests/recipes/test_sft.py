@@ -17,12 +17,16 @@ from typing import Any
 import pytest
 
 import tinkex
-from tests.processes import interruptible
+from tests.processes import in_terminal, interruptible
 from tests.recipes.conftest import jsonl
 from tests.recipes.harness import metrics, values
+from tests.server.conftest import Running
+from tinkex.engine.protocol import EngineConfig
 from tinkex.recipes.progress import Progress
 from tinkex.recipes.run_directory import RunDirectory
 from tinkex.recipes.sft import SftConfig, train_sft
+from tinkex.server.serve import ServerConfig
+from tinkex.service.config import ServiceConfig
 
 pytestmark = pytest.mark.slow
 
@@ -131,6 +135,33 @@ def test_training_goes_on_from_a_saved_adapter(home: Path, model: Path, chats: P
     assert values(Path("two"), "eval_loss")[0] == pytest.approx(
         values(Path("one"), "eval_loss")[-1], abs=1e-4
     )
+
+
+def test_a_terminal_shows_a_bar(home: Path, model: Path, chats: Path) -> None:
+    options = ["--model", str(model), "--steps", "3", "--batch-size", "4", "--out", "run"]
+    command = [sys.executable, "-m", "tinkex.cli", "train", "sft", str(chats), *options]
+    said = in_terminal(command, dict(os.environ))
+    assert "training" in said
+    assert "3/3" in said
+    assert "loss" in said
+    assert "tinkex chat run" in said
+
+
+def test_a_server_trains_as_this_process_does(home: Path, model: Path, chats: Path, tmp_path: Path) -> None:
+    with tinkex.ServiceClient(base_url="local") as service:
+        train_sft(settings(model, chats, "here", steps=4, samples=0), service)
+    served = ServiceConfig(tmp_path / "served", {"tiny": str(model)}, engine=EngineConfig("", device="cpu"))
+    running = Running(ServerConfig(served, port=0, drain_seconds=0.1))
+    try:
+        with tinkex.ServiceClient(base_url=running.url, api_key="tml-ann") as service:
+            outcome = train_sft(
+                replace(settings(model, chats, "there", steps=4, samples=0), model="tiny"), service
+            )
+    finally:
+        running.stop()
+    assert outcome is not None
+    assert outcome.base_model == "tiny"
+    assert values(Path("there"), "loss") == pytest.approx(values(Path("here"), "loss"), abs=1e-5)
 
 
 # -- interruptions -----------------------------------------------------------------------------------------

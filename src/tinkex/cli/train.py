@@ -140,7 +140,7 @@ def _next(outcome: Outcome) -> None:
         "adapter": outcome.adapter,
         "chat": f"tinkex chat {run}",
         "compare": f"tinkex eval {shlex.quote(outcome.base_model)} {run} --data FILE",
-        "download": f"tinkex checkpoint download {outcome.adapter}",
+        "export": f"tinkex export {outcome.adapter} OUT --format gguf   (or peft, merged, mlx)",
         "serve": "tinkex serve, and the adapter by its path",
         "go on": f"tinkex train sft MORE --from {run}",
         "files": f"metrics.jsonl, samples.jsonl, curves.png in {run}",

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import time
+import uuid
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,7 @@ from tinkex.recipes.progress import Progress
 from tinkex.recipes.trackers import Tracker, open_tracker
 
 _WINDOW = 11  # results over which the speed is measured
-_FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "state.json", "result.json")
+_FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "state.json", "result.json", "tracked.json")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ class RunDirectory:
         self._computed = deque([(time.monotonic(), 0)], maxlen=_WINDOW)
         self._metrics = (path / "metrics.jsonl").open("a", encoding="utf-8")
         self._samples = (path / "samples.jsonl").open("a", encoding="utf-8")
-        self._tracker: Tracker | None = open_tracker(tracker, path.name, path, settings) if tracker else None
+        self._tracker: Tracker | None = None
+        if tracker is not None:
+            self._tracker = open_tracker(tracker, f"{path.name}-{_tracked_as(path)}", path, settings)
 
     @property
     def done(self) -> int:
@@ -166,6 +169,13 @@ def trained(model: str, *, state: bool = False) -> str:
     if result is None:
         return model
     return str(result["state" if state else "adapter"])
+
+
+def _tracked_as(path: Path) -> str:
+    """A part of the name that trackers know the run by: of this run alone, and kept when it resumes."""
+    known = _read(path / "tracked.json") or {"id": uuid.uuid4().hex[:8]}
+    _replace(path / "tracked.json", known)
+    return str(known["id"])
 
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
