@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from tests.service.harness import MODEL, User, config, datum, serving, until
@@ -177,7 +178,19 @@ async def test_one_database_has_one_store(tmp_path, postgres):
             Service(config(tmp_path / "c", ledger=postgres), FakeEngine)
 
 
-def test_a_log_that_is_sealed_takes_nothing_more(root, tmp_path):
+def _fails_the_second_time():
+    remove, calls = store.remove_file, []
+
+    def remove_file(location: str) -> None:
+        calls.append(location)
+        if len(calls) > 1:
+            raise InterruptedError
+        remove(location)
+
+    return remove_file
+
+
+def test_a_log_that_is_sealed_takes_nothing_more(root, tmp_path, monkeypatch):
     log = CommitLog(root, "a")
     log.append([Piece("runs/x", 0, b"abc"), Piece("runs/y", 0, b"1")])
     log.append([Piece("runs/x", 3, b"def")])
@@ -192,6 +205,11 @@ def test_a_log_that_is_sealed_takes_nothing_more(root, tmp_path):
         log.append([Piece("runs/x", 9, b"late")])
     assert seal(root, "a", "c") == pieces  # whoever reads it later reads the same
     assert seal(root, "never-wrote", "b") == []
+    with monkeypatch.context() as killed:  # while it deletes
+        killed.setattr(store, "remove_file", _fails_the_second_time())
+        with pytest.raises(InterruptedError):
+            forget(root, "a")
+    assert seal(root, "a", "c") == []  # it is on another log by then
     forget(root, "a")
     with pytest.raises(SealedError):  # however late it comes
         log.append([Piece("runs/x", 9, b"late")])
@@ -214,3 +232,23 @@ async def test_a_log_begins_anew_and_loses_nothing(tmp_path, postgres, monkeypat
         await until(lambda: b.peers.owns(run.partition(":")[0]), LEASE + 5)
         assert await User(b).loss(run, 62) == before
     await end(a)
+
+
+async def test_the_event_loop_never_waits_for_the_database(tmp_path, postgres):
+    async with member(tmp_path / "a", postgres, str(tmp_path / "store"), lease=60.0) as a:
+        ann = User(a)
+        session = await ann.session()
+        with psycopg.connect(postgres) as held:
+            held.execute("SELECT pg_advisory_xact_lock(%s)", [0x54494E4C])  # what every writer waits for
+            waiting = asyncio.create_task(ann.session())
+            gaps, last = [], asyncio.get_running_loop().time()
+            for _ in range(100):
+                await asyncio.sleep(0.01)
+                await ann.call(ops.SESSION_HEARTBEAT, sessions.SessionHeartbeatRequest(session_id=session))
+                now = asyncio.get_running_loop().time()
+                gaps.append(now - last)
+                last = now
+            assert not waiting.done()  # nobody is told before it is committed
+            assert sorted(gaps)[len(gaps) // 2] < 0.1
+            held.rollback()
+        assert await asyncio.wait_for(waiting, 30)

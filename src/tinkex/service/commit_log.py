@@ -129,7 +129,7 @@ def seal(root: str, ended: str, by: str) -> list[Piece]:
 def forget(root: str, ended: str) -> None:
     """Delete the log of a server that another one has taken over; the seal stays, for it may yet wake up."""
     place = log_place(root, ended)
-    for name in sorted(store.files(place))[:-1]:
+    for name in reversed(sorted(store.files(place))[:-1]):  # the last one first: see `seal`
         store.remove_file(f"{place}/{name}")
 
 
