@@ -43,7 +43,9 @@ class Forwarder:
             headers["x-forwarded-for"] = peer[0]
         headers[FORWARDED] = "1"
         try:
-            stream = await self._client.stream(HttpRequest(scope["method"], url, headers, body or None))
+            stream = await self._client.stream(
+                HttpRequest(scope["method"], url, headers, bytes(body) or None)
+            )
         except (OSError, *LIBRARY_ERRORS) as error:
             why = (
                 f"the server of this session does not answer ({type(error).__name__}): ask again in a moment"
