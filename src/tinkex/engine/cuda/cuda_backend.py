@@ -73,16 +73,16 @@ class CudaBackend(Backend):
         self, experts: ExpertMlp, x_TD: Tensor, routing: Routing, context: ForwardContext
     ) -> Tensor:
         lora: Any = context.lora  # a `CudaLora`, or a `CapturedLora`
-        eager = isinstance(lora, CudaLora)
-        if routing.rows is None or (eager and not lora.readable):
+        eager = context.lora if isinstance(context.lora, CudaLora) else None
+        if routing.rows is None or (eager is not None and not eager.readable):
             rounded = routing._replace(
                 weight_TK=routing.weight_TK.to(x_TD.dtype), expert_TK=routing.expert_TK.long()
             )
             return super().routed_experts(experts, x_TD, rounded, context)
         weights = routed.ExpertWeights(experts.layer, experts.gate_up, experts.down)
         given = (routing.rows, weights, lora)
-        if eager and lora.train and torch.is_grad_enabled():
-            return routed.RoutedExperts.apply(x_TD, routing.weight_TK, lora._anchor, *given)  # type: ignore[return-value]
+        if eager is not None and eager.train and torch.is_grad_enabled():
+            return routed.RoutedExperts.apply(x_TD, routing.weight_TK, eager._anchor, *given)  # type: ignore[return-value]
         return routed.forward(x_TD, routing.weight_TK, *given, keep=False)[0]
 
     def split_heads(

@@ -55,10 +55,6 @@ class ExpertWeights(NamedTuple):
     gate_up: Tensor  # [E, 2F, D]
     down: Tensor  # [E, D, F]
 
-    @property
-    def count(self) -> int:
-        return len(self.gate_up)
-
 
 def serves(experts: ExpertsConfig) -> bool:
     """Whether the kernels compute such experts: SwiGLU without biases, weighted after they were computed."""

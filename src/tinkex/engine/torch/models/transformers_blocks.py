@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from tinkex.engine.torch.hooks import ForwardContext, Frozen, Part, SinkAttend, Site
 from tinkex.engine.torch.models.architecture import AttentionConfig, ExpertsConfig
 from tinkex.engine.torch.models.block import Block
-from tinkex.engine.torch.models.moe import ExpertMlp
+from tinkex.engine.torch.models.moe import ExpertMlp, Routing
 from tinkex.engine.torch.models.projection import Projection, total
 from tinkex.errors import InvalidInputError
 
@@ -170,7 +170,8 @@ class AdaptedExperts(ExpertMlp):
         if x.is_meta:
             return torch.empty_like(x)
         x_TD, weight_TK = x.reshape(-1, self.width), weight_TK.to(x.dtype)
-        return self._routed(x_TD, weight_TK, expert_TK, CURRENT.get().context).view(x.shape)
+        routing = Routing(weight_TK, expert_TK)
+        return self.routed(x_TD, routing, CURRENT.get().context).view(x.shape)
 
     def _activate(self, gate_up: Tensor, context: ForwardContext) -> Tensor:
         if not self.experts.gated:
