@@ -122,6 +122,8 @@ def test_every_mixture_is_written_and_read(tmp_path: Path, quantize: str) -> Non
     most, important, _ = MIXTURES[quantize]
     assert {kinds["blk.0.ffn_up.weight"], kinds["output.weight"]} == {most, important}
     assert kinds["output_norm.weight"] == "F32"
+    if quantize not in ("q8_0", "q5_k_m", "q4_k_m"):  # the other types are the gguf package's, or in these
+        return
     (answer,) = complete(tmp_path / "model.gguf", IDS, count=1)
     tokens, logprobs = drawn(answer)
     with torch.no_grad():
