@@ -6,11 +6,13 @@ import itertools
 import json
 from typing import Any
 
+import llguidance
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkex.server.openai.chat_formats import ReplyPart, chat_format, parser_of
+from tinkex.server.openai.tool_grammars import LarkWriter
 
 # A piece of each family's template by which it is known, a reply, and what it says: thought, text, calls.
 CALL = ("weather", {"city": "Bern", "days": 2})
@@ -138,3 +140,66 @@ def test_text_is_streamed_while_it_comes() -> None:
     assert joined(parser.add("Hello there")) == ("", "Hello there", [])
     assert joined(parser.add(" <tool")) == ("", "", [])
     assert joined(parser.add("box>")) == ("", " <toolbox>", [])
+
+
+# -- grammars --------------------------------------------------------------------------------------------
+
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city", "days"],
+    },
+}
+NOON = {"name": "noon"}
+
+
+class ByteTokens:
+    """Tokens that are bytes; then the end, and one special token."""
+
+    tokens = (*(bytes([i]) for i in range(256)), b"<end>", b"<|special|>")
+    eos_token_id, bos_token_id, special_token_ids = 256, None, (256, 257)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def accepts(grammar: str, reply: list[int]) -> str:
+    """ "" if the grammar takes the reply and may end there, else why not."""
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(ByteTokens()))
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    taken = matcher.try_consume_tokens(reply)
+    return "" if taken == len(reply) and matcher.is_accepting() else f"{taken} of {len(reply)}"
+
+
+FORCED = [name for name, (*_, said) in REPLIES.items() if said[2] and name != "mistral, new"]
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_a_grammar_takes_the_calls_of_its_family_and_nothing_else(name: str) -> None:
+    template, reply, (_, _, calls) = REPLIES[name]
+    # The calls alone, and one of those that Llama separates by semicolons.
+    reply = reply.removeprefix("<|python_tag|>").partition(";")[0].rpartition("<|start|>assistant")[2]
+    reply = reply[max(0, reply.find(chat_format(template).begin)) :]
+    writer = LarkWriter(chat_format(template), lambda text: None)
+    grammar = writer.calls([WEATHER, NOON], most=len(calls))
+    assert accepts(grammar, list(reply.encode())) == ""
+    assert accepts(grammar, list(b"It rains.")) != ""
+    assert accepts(grammar, list(reply.replace("weather", "wether").encode())) != ""
+    assert accepts(grammar, list(reply.replace("days", "hours").encode())) != ""
+
+
+def test_special_tokens_are_named_by_their_ids_and_thoughts_come_first() -> None:
+    kimi = chat_format("<|tool_calls_section_begin|>")
+    special = {"<|tool_call_begin|>": 257}.get
+    grammar = LarkWriter(kimi, special).calls([NOON], most=1)
+    around = [part.encode() for part in ("<|tool_calls_section_begin|>", "functions.noon:0")]
+    rest = b"<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+    assert accepts(grammar, [*around[0], 257, *around[1], *rest]) == ""
+    thinking = LarkWriter(chat_format("<tool_call>"), lambda text: None, thinking=True)
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    assert accepts(thinking.answer(schema), list(b'hm, {\n</think>\n\n{"ok": true}')) == ""
+    assert accepts(thinking.answer(schema), list(b'hm</think>\n\n{"ok": 5}')) != ""
+    assert accepts(thinking.matching("a/b|c"), list(b"hm</think>\n\na/b")) == ""

@@ -55,12 +55,12 @@ class LarkWriter:
             channel, message = self._literal("<|channel|>"), self._literal("<|message|>")
             extra = [f'thought: {channel} "analysis" {message} TEXT {end} {begin} "assistant"', _ANYTHING]
         elif self._thinking:
-            start = "start: thought answer"
+            start = r"start: thought (/\n{1,2}/)? answer"
             closing = self._special_id("</think>")
             if closing is None:
-                extra = [r"thought[lazy]: /(.|\n)*<\/think>\s{0,2}/"]
+                extra = [r"thought[lazy]: /(.|\n)*<\/think>/"]
             else:
-                extra = [f"thought: TEXT <[{closing}]> /\\s{{0,2}}/", _ANYTHING]
+                extra = [f"thought: TEXT <[{closing}]>", _ANYTHING]
         return "\n".join([start, *rules, *extra])
 
     def _final(self) -> str:
@@ -162,8 +162,11 @@ def _fields(parameters: Schema, before: str, after: str) -> str:
     rules: list[str] = []
     for name, given in as_object(known.get("properties")).items():
         schema = as_object(given)
-        plain = schema.get("type") == "string" and "enum" not in schema
-        value = r"/[^<]*/" if plain else _json({**schema, "$defs": as_object(known.get("$defs"))})
-        field = f"{json.dumps(before.format(name))} {value} {json.dumps(after)}"
+        if schema.get("type") == "string" and "enum" not in schema:
+            closing = re.escape(after).replace("/", r"\/").replace("\n", "n")
+            rest = f"/[^<]*{closing}/"  # one lexeme: the text may end like the tag begins
+        else:
+            rest = f"{_json({**schema, '$defs': as_object(known.get('$defs'))})} {json.dumps(after)}"
+        field = f"{json.dumps(before.format(name))} {rest}"
         rules.append(field if name in known.get("required", ()) else f"({field})?")
     return " ".join(rules)
