@@ -122,9 +122,9 @@ async def test_quotas_count_what_is_in_the_store(tmp_path, s3):
     async with serving(tmp_path / "home", store=s3, disk_per_user=60_000) as service:
         ann = User(service)
         run, seq = await ann.run(), 1
-        while (stored := service.files.in_store and service._stored_bytes("ann")) < 50_000:
+        while (stored := service.files.in_store and service._stored_bytes("ann")) < 20_000:
             await ann.save(run, seq, f"n{seq}")
             seq += 1
         assert stored == sum(store.files(s3).values())
         with pytest.raises(Failed, match="bytes allowed"):
-            await asyncio.gather(*(ann.save(run, seq + n, f"more{n}") for n in range(10)))
+            await asyncio.gather(*(ann.save(run, seq + n, f"more{n}") for n in range(30)))
