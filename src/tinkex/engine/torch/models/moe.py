@@ -150,7 +150,7 @@ class ExpertMlp(Block):
         """The weights of each token's experts, and the experts, [T, K] both."""
         router, best = self.experts.router, self.experts.per_token
         if router.score == "softmax_of_best":
-            expert_TK = logits_TE.topk(best, dim=-1).indices if known_TK is None else known_TK
+            expert_TK = logits_TE.detach().topk(best, dim=-1).indices if known_TK is None else known_TK
             return logits_TE.gather(1, expert_TK).softmax(dim=-1), expert_TK
         if router.score == "softmax":
             score_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
