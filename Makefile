@@ -13,7 +13,7 @@ COOKBOOK := 0.5.8
 TORCH_OPTIONS = $$($(@D)/bin/python .ci/torch_index.py)
 FAST := not slow and not gpu and not compat and not browser
 
-.PHONY: help setup check test test-again test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env kills power-cuts bench bench-engine bench-server bench-line bench-cluster bench-trl bench-fairness proto clean
+.PHONY: help setup check test test-again test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env deploy-check kills power-cuts bench bench-engine bench-server bench-line bench-cluster bench-trl bench-fairness proto clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -96,6 +96,15 @@ cookbook-env: .venv-cookbook/source/.ready .venv-cookbook-tinkex/.ready  ## the 
 .venv-openai/.ready: tests/compat/constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(CLIENT_PIP) install -q -c $< openai
+	touch $@
+
+deploy-check: setup .venv-sky/.ready  ## SkyPilot's own parser on its task, and shellcheck
+	$(BIN)/python -m pytest -n 0 tests/test_deploy.py $(ARGS)
+	cd /tmp && $(CURDIR)/.venv-sky/bin/python -c 'import sys, sky; print(sky.Task.from_yaml(sys.argv[1]))' $(CURDIR)/deploy/skypilot.yaml
+
+.venv-sky/.ready:
+	$(PYTHON) -m venv $(@D)
+	$(CLIENT_PIP) install -q skypilot==0.14.1
 	touch $@
 
 kills: setup  ## kill trainers, samplers, Ray nodes and the server 100 times: losses and weights stay the same

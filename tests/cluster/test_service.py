@@ -34,7 +34,8 @@ async def clustered(home: Path, nodes: Nodes, **changes: Any) -> AsyncIterator[S
     """A service whose one base model has two trainers and two samplers."""
     wanted = {"trainers": 2, "samplers": 2, "max_samplers": 2, **changes.pop("placement", {})}
     placements = {MODEL: Placement(nodes.address, **wanted)}
-    async with serving(home, build_engine, placements=placements, **changes) as service:
+    # Processes take their time on a busy machine.
+    async with serving(home, build_engine, placements=placements, long_poll=80.0, **changes) as service:
         yield service
 
 

@@ -69,11 +69,12 @@ def reckon(sizes: ModelSizes, gpu: Gpu, gpus: int) -> ClusterPlan:
 
     facts, room = sizes.facts, gpu.memory - _RESERVED
     one_context = facts.kv_bytes + sizes.state
+    # Beside the weights an engine has a run in its share for adapters, or a context in that for KV pages.
+    least = facts.weight_bytes + max(one_context / KV_SHARE, sizes.run / ADAPTER_SHARE)
     tensor = 1
-    while facts.weight_bytes / tensor + max(one_context, sizes.run) / tensor > room:
+    while tensor * room < least:
         tensor *= 2
         if tensor > gpus:
-            least = facts.weight_bytes + max(one_context, sizes.run)
             raise InvalidInputError(
                 f"the model needs {size(int(least))}, {plural(gpus, 'GPU')} have {size(int(gpus * room))}: "
                 "give more GPUs, larger ones (--gpu), --quantize, or a shorter --context"

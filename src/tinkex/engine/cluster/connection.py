@@ -118,7 +118,9 @@ def _join(address: str) -> None:
     try:
         ray.init(address=address, **_QUIET, **more)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise EngineError(f"the Ray cluster {address} cannot be joined: {error}") from error
+        why = f"the Ray cluster {address} cannot be joined: {error}"
+        here = f"this machine must be a node of it: ray start --address={address} --num-cpus=0"
+        raise EngineError(f"{why} ({here})") from error
     beyond = [
         node["NodeManagerAddress"] for node in ray.nodes() if not is_loopback_host(node["NodeManagerAddress"])
     ]

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,9 @@ class SamplerPool:
         self.capacity, self._changed = capacity, changed
         self.samplers: dict[int, RemoteSampler] = {}
         self._published: dict[str, Stored | Location] = {}
+        self._retiring: dict[str, Stored | Location | None] = {}  # those that requests still use
+        self._users = Counter[str]()  # requests, by adapter
+        self._unused: dict[str, list[Future[None]]] = {}  # who waits for the last of them
         self._waiting: deque[_Waiting] = deque()
         self._lock = threading.RLock()
         self.trouble = ""
@@ -132,8 +136,17 @@ class SamplerPool:
 
     async def retire(self, name: str) -> None:
         self._check_open()
+        unused: Future[None] = Future()
         with self._lock:
-            self._published.pop(name, None)
+            source = self._published.pop(name, None)
+            if self._users[name]:
+                self._retiring[name] = source
+                self._unused.setdefault(name, []).append(unused)
+            else:
+                unused.set_result(None)
+        await asyncio.wrap_future(unused)
+        with self._lock:
+            self._retiring.pop(name, None)
             having = [(s, loaded) for s in self.samplers.values() if (loaded := s.adapters.pop(name, None))]
         for sampler, loaded in having:
             with contextlib.suppress(EngineError, SamplerLost):
@@ -146,10 +159,30 @@ class SamplerPool:
     @contextlib.asynccontextmanager
     async def _admitted(self, work: SampleWork):
         """A sampler with room for this request, which has its adapter."""
-        async with self._taken(route_key(work.adapter, work.prompt), work.num_samples) as sampler:
-            if work.adapter is not None:
-                await self._have(sampler, work.adapter)
-            yield sampler
+        with self._using(work.adapter):
+            async with self._taken(route_key(work.adapter, work.prompt), work.num_samples) as sampler:
+                if work.adapter is not None:
+                    await self._have(sampler, work.adapter)
+                yield sampler
+
+    @contextlib.contextmanager
+    def _using(self, name: str | None) -> Generator[None]:
+        """While a request uses an adapter, `retire` waits."""
+        if name is None:
+            yield
+            return
+        with self._lock:
+            if name not in self._published:
+                raise user_error(f"there is no published adapter {name!r}")
+            self._users[name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users[name] -= 1
+                unused = [] if self._users[name] else self._unused.pop(name, [])
+            for waiting in unused:
+                settle(waiting, None)
 
     @contextlib.asynccontextmanager
     async def _taken(self, key: bytes, size: int):
@@ -203,7 +236,8 @@ class SamplerPool:
     async def _have(self, sampler: RemoteSampler, name: str) -> None:
         """Have a published adapter on a sampler; the first to ask loads it."""
         with self._lock:
-            source, loaded = self._published.get(name), sampler.adapters.get(name)
+            source = self._published.get(name) or self._retiring.get(name)
+            loaded = sampler.adapters.get(name)
             if source is None:
                 raise user_error(f"there is no published adapter {name!r}")
             if begins := loaded is None:
@@ -331,6 +365,8 @@ class SamplerPool:
             waiting, self._waiting = list(self._waiting), deque()
         for one in waiting:
             settle(one.turn, EngineLost(why))
+        for one in itertools.chain(*self._unused.values()):
+            settle(one, EngineLost(why))
         for sampler in samplers:
             sampler.alive = False
             with contextlib.suppress(RayError):
