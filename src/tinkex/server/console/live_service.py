@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from tinkex.service.rows import RunRow
@@ -16,9 +17,13 @@ class LiveService:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._flushed = 0.0
 
     def flush(self) -> None:
-        self._service.flush()
+        """At most once a second, however many pages are open: it writes to the ledger."""
+        if (now := time.monotonic()) - self._flushed >= 1.0:
+            self._flushed = now
+            self._service.flush()
 
     def busy(self) -> list[str]:
         return self._service.runs.busy()

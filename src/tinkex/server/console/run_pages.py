@@ -121,12 +121,16 @@ class RunPages:
 
     async def _follow(self, row: RunRow, visitor: Visitor, by_time: bool) -> AsyncGenerator[bytes]:
         """The curves of a run and then what is added to them; and its state, when it changes."""
-        mark, shown = Mark(), ""
+        mark, shown, turn = Mark(), "", 0  # the state is looked at every second time
         directory, read = self._data.directory(row), self._data.series.read
         while True:
             curves, mark, anew = await asyncio.to_thread(read, directory, mark, by_time=by_time)
             if curves or anew:
                 yield server_sent("points", _chart_data(curves, anew))
+            if (turn := turn + 1) % 2 == 0:
+                yield b""
+                await asyncio.sleep(TICK)
+                continue
             run = self._data.run(row.run_id, visitor)  # Refusal, once it is not the visitor's any more
             values = await asyncio.to_thread(self._describe, run, visitor)
             text = self._site.text("_run_state.html", visitor, **values)
