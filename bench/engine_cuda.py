@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from shapes import RANK, SHAPES, step_bytes, training_flops
+from shapes import PACKED, RANK, SHAPES, expert_count, step_bytes, training_flops
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "src"))
@@ -45,6 +45,7 @@ from tinkex.engine.torch.engine import TorchEngine  # noqa: E402
 from tinkex.engine.torch.load import empty_decoder  # noqa: E402
 from tinkex.engine.torch.models.decoder import Decoder  # noqa: E402
 from tinkex.engine.torch.models.families import model_config  # noqa: E402
+from tinkex.engine.torch.quantised import FP4, NF4, QuantisedWeight  # noqa: E402
 from tinkex.engine.torch.trainer import TorchTrainer  # noqa: E402
 from tinkex.types.data import Datum, ModelInput  # noqa: E402
 from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse  # noqa: E402
@@ -77,16 +78,30 @@ GOALS = {
     "qwen3.5-35b-a3b": {
         "train": 16_000, "adapter": 9.6, "decode 1": 220, "decode 64": 1_800, "decode 256": 5_000,
     },
+    "gpt-oss-20b": {
+        "train": 20_000, "weights": 16, "decode 1": 350, "decode 64": 7_000, "decode 256": 18_000,
+    },
+    "gpt-oss-120b": {"train": 8_000, "decode 1": 200, "decode 64": 2_000, "decode 256": 7_000},
+    "qwen3-8b-nf4": {
+        "train": 11_000, "weights": 6, "decode 1": 250, "decode 64": 9_000, "decode 256": 18_000,
+    },
+    "qwen3-8b-fp8": {
+        "train": 11_000, "weights": 9, "decode 1": 250, "decode 64": 9_000, "decode 256": 18_000,
+    },
 }  # fmt: skip
 AGREEMENT = {"mean |Δlogprob|": 5e-3, "KL": 1e-3, "|Δlogprob|, deterministic": 0}  # of sampler and trainer
 SHARES = {
     "train, 16 runs": ("train", dict.fromkeys(GOALS, 0.80) | {"qwen3-8b": 0.85}),
     "decode 256, 16 adapters": ("decode 256", dict.fromkeys(GOALS, 0.75)),
 }
-AT_MOST = ("memory", "adapter", "publish", "shared prompt", *AGREEMENT)
-UNITS = {"memory": "GiB", "adapter": "GiB", "publish": "ms", "shared prompt": "s"} | dict.fromkeys(
-    AGREEMENT, "nats"
-)
+AT_MOST = ("memory", "weights", "adapter", "publish", "shared prompt", *AGREEMENT)
+UNITS = {
+    "memory": "GiB",
+    "weights": "GiB",
+    "adapter": "GiB",
+    "publish": "ms",
+    "shared prompt": "s",
+} | dict.fromkeys(AGREEMENT, "nats")
 
 
 @dataclass
@@ -104,12 +119,33 @@ class Bench:
 
 
 def random_decoder(shape: str) -> Decoder:
-    decoder = empty_decoder(model_config(SHAPES[shape]), "cuda", torch.bfloat16)
+    scheme = PACKED.get(shape)
+    decoder = empty_decoder(model_config(SHAPES[shape]), "cuda", torch.bfloat16, quantised=scheme is not None)
     torch.manual_seed(0)
     for name, weight in decoder.weights().items():
         plain = not (decoder.config.norm.kind == "offset" and not name.endswith("linear_attn.norm.weight"))
         weight.fill_(float(plain)) if name.endswith("norm.weight") else weight.normal_(std=0.02)
+    for name, (matrix, part) in decoder.slots().items():
+        if scheme is not None and (scheme != "mxfp4" or ".experts." in name):
+            weight = random_codes(scheme, *matrix.part_shape(part))
+        else:
+            weight = torch.empty(matrix.part_shape(part), dtype=torch.bfloat16, device="cuda").normal_(
+                std=0.02
+            )
+        matrix.put(part, weight, "file", torch.device("cuda"))
+    decoder.settle(decoder.backend.reads_codes)
     return decoder
+
+
+def random_codes(scheme: str, rows: int, columns: int) -> QuantisedWeight:
+    """A matrix whose values have a standard deviation of about 0.02."""
+    if scheme == "fp8":
+        codes = torch.randn(rows, columns, device="cuda").to(torch.float8_e4m3fn)
+        return QuantisedWeight(codes, torch.full((rows, 1), 0.02, device="cuda"), (1, columns))
+    wide, table, size = (64, NF4, 0.036) if scheme == "nf4" else (32, FP4, 2.0**-7)
+    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.full((rows, columns // wide), size, device="cuda")
+    return QuantisedWeight(codes, scale, (1, wide), torch.tensor(table))
 
 
 # -- training ------------------------------------------------------------------------------------------
@@ -133,7 +169,7 @@ def run_bare(trainer: TorchTrainer, passes: Sequence[Pass]) -> Any:
 
 def rank_of(bench: Bench, runs: int) -> int:
     """16 adapters of rank 32 on experts do not fit."""
-    return 8 if runs > 1 and "num_experts" in SHAPES[bench.shape] else RANK
+    return 8 if runs > 1 and expert_count(bench.shape) else RANK
 
 
 def new_trainer(bench: Bench, runs: int, deterministic: bool = False, **settings: Any) -> TorchTrainer:
@@ -349,6 +385,7 @@ MEASURES: dict[str, Callable[[Bench], float]] = {
     "train, 16 runs": lambda bench: train(bench, 16, recompute=False),
     "train recomputed": lambda bench: train(bench, 1, recompute=True),
     "memory": memory,
+    "weights": lambda bench: bench.decoder.weight_bytes / 2**30,
     "adapter": adapter,
     "decode 64, deterministic": lambda bench: decode(bench, 64, 1, deterministic=True),
     "decode 256, deterministic": lambda bench: decode(bench, 256, 1, deterministic=True),

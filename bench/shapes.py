@@ -22,7 +22,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def _shape(arch: str, width: int, layers: int, heads: tuple[int, int, int], mlp: int, vocab: int, tied: bool):
     """`heads` are query heads, kv heads and the width of one."""
     names = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
-    names |= {"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}
+    names |= {"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe", "gpt_oss": "GptOss"}
     name = f"{names[arch]}ForCausalLM"
     return {
         "architectures": [name],
@@ -62,6 +62,21 @@ def _hybrid(
     }
 
 
+def _gpt_oss(layers: int, experts: int):
+    """Of one width throughout; every other layer sees 128 positions."""
+    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    return _shape("gpt_oss", 2880, layers, (64, 8, 64), 2880, 201088, tied=False) | {
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_scaling": yarn | {"original_max_position_embeddings": 4096},
+        "max_position_embeddings": 131072,
+    }
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "line": _shape("llama", 256, 4, (4, 2, 64), 768, 4096, tied=False),
     "small-10m": _shape("llama", 256, 8, (4, 2, 64), 704, 8192, tied=False),
@@ -76,15 +91,22 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _shape("qwen3", 4096, 36, (32, 8, 128), 12288, 151936, tied=False),
     "qwen3-30b-a3b": _shape("qwen3_moe", 2048, 48, (32, 4, 128), 6144, 151936, tied=False)
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }
+SHAPES |= {f"qwen3-8b-{scheme}": SHAPES["qwen3-8b"] for scheme in ("nf4", "fp8")}
 
-GPU_SHAPES = (
+# How the weights of layers, or of experts alone, are kept, and bytes of a weight with its share of a scale.
+PACKED = {"qwen3-8b-nf4": "nf4", "qwen3-8b-fp8": "fp8", "gpt-oss-20b": "mxfp4", "gpt-oss-120b": "mxfp4"}
+_PACKED_BYTES = {"nf4": 0.5 + 2 / 64, "fp8": 1.0, "mxfp4": 0.5 + 2 / 32}
+GPU_SHAPES = (  # of `--device cuda`
     "qwen3-0.6b",
     "qwen3-8b",
     "qwen3-30b-a3b",
     "qwen3.5-9b",
     "qwen3.5-35b-a3b",
-)  # of `--device cuda`
+    *PACKED,
+)
 
 
 def write_model(shape: str, directory: Path, device: str) -> str:
@@ -129,26 +151,30 @@ def _random_weights(config: dict[str, Any], device: str, dtype: torch.dtype) -> 
 # -- what a token costs at the least -------------------------------------------------------------------
 
 
-def matrix_parameters(shape: str, requests: int | None = None) -> float:
-    """Weights that every token is multiplied with: all but the embedding, the head included.
+def expert_count(shape: str) -> int:
+    return SHAPES[shape].get("num_experts") or SHAPES[shape].get("num_local_experts") or 0
+
+
+def _parameters(shape: str, requests: int | None = None) -> tuple[float, float, float]:
+    """Weights of mixers and routers, of MLPs or experts, and of the head, that a token is multiplied with.
 
     With `requests`: those that a step of so many reads, if each draws its experts at random.
     """
-    c = SHAPES[shape]
+    c, layers, experts = SHAPES[shape], SHAPES[shape]["num_hidden_layers"], expert_count(shape)
     heads, kv = (c[key] * c["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     mlp: float = 3 * c["intermediate_size"]
-    if experts := c.get("num_experts"):
+    if experts:
         used = best = c["num_experts_per_tok"]
         if requests is not None:
             used = experts * (1 - (1 - best / experts) ** requests)
-        mlp = experts + used * 3 * c["moe_intermediate_size"]
+        mlp = used * 3 * c.get("moe_intermediate_size", c["intermediate_size"])
         mlp += 3 * c.get("shared_expert_intermediate_size", 0)
     attention, recurrent = _mixers(c)
     gates = heads if recurrent else 0  # of attention, in models that have recurrent layers
     keys, values = _delta_widths(c)
-    mixers = attention * (2 * heads + 2 * kv + gates)
+    mixers = attention * (2 * heads + 2 * kv + gates) + layers * experts
     mixers += recurrent * (2 * keys + 3 * values + 2 * c.get("linear_num_value_heads", 0))
-    return c["hidden_size"] * (mixers + c["num_hidden_layers"] * mlp + c["vocab_size"])
+    return tuple(c["hidden_size"] * part for part in (mixers, layers * mlp, c["vocab_size"]))  # type: ignore[return-value]
 
 
 def _mixers(config: dict[str, Any]) -> tuple[int, int]:
@@ -166,16 +192,18 @@ def _delta_widths(config: dict[str, Any]) -> tuple[int, int]:
 
 def training_flops(shape: str) -> float:
     """A token's products with the frozen weights, forward and backward; LoRA and attention aside."""
-    return 4.0 * matrix_parameters(shape)
+    return 4.0 * sum(_parameters(shape))
 
 
 def step_bytes(shape: str, itemsize: int, cached_tokens: float, requests: int) -> float:
     """What one decoding step must move: the weights in use and the keys and values of `cached_tokens`, which
     are read, and the recurrent states in fp32, which are read and written.
     """
-    c = SHAPES[shape]
+    c, (mixers, mlp, head) = SHAPES[shape], _parameters(shape, requests)
     (attention, recurrent), (keys, values) = _mixers(c), _delta_widths(c)
     kv = 2 * attention * c["num_key_value_heads"] * c["head_dim"]
     inputs = (c.get("linear_conv_kernel_dim", 1) - 1) * (2 * keys + values)
     states = requests * recurrent * (c.get("linear_key_head_dim", 0) * values + inputs)
-    return itemsize * (matrix_parameters(shape, requests) + kv * cached_tokens) + 2 * 4 * states
+    packed = 0.0 if shape not in PACKED else mlp if expert_count(shape) else mixers + mlp
+    read = _PACKED_BYTES[PACKED[shape]] * packed if packed else 0.0
+    return read + itemsize * (mixers + mlp - packed + head + kv * cached_tokens) + 2 * 4 * states

@@ -26,12 +26,15 @@ from tinkex.engine.cuda import (
     launch,
     lora_gradients,
     packed_attention,
+    packed_experts,
+    packed_weights,
     paged_attention,
     token_kernels,
 )
 from tinkex.engine.cuda import lora_kernels as lora
 from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters
 from tinkex.engine.torch.models.architecture import DeltaConfig
+from tinkex.engine.torch.quantised import FP4, NF4, QuantisedWeight
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED = 232_448  # bytes of shared memory on Hopper
@@ -146,20 +149,20 @@ def wide_heads(groups: int) -> None:
     paged(groups, 256, None)
 
 
-def attention(window: int | None) -> None:
+def attention(window: int | None, sinks: Tensor | None = None) -> None:
     q, k, tiles = some(700, 16, 128), some(700, 8, 128), packed_attention.cut([300, 400], torch.device("cpu"))
-    out, lse = packed_attention.forward(q, k, k, tiles, window)
+    out, lse = packed_attention.forward(q, k, k, tiles, window, sinks)
     packed_attention.backward(q, q, k, k, out, lse, tiles, window)
-    paged(8, 128, window)
+    paged(8, 128, window, sinks)
 
 
-def paged(groups: int, dim: int, window: int | None) -> None:
+def paged(groups: int, dim: int, window: int | None, sinks: Tensor | None = None) -> None:
     pool = some(64, 16 * groups * dim)
     for tokens, splits, exact, count in ((16, 1, 0, 44), (1, 1, 0, 256), (1, 1, 2048, 256), (1, 16, 0, 4)):
         cells, table = some(4, count, dtype=INT32), some(count, 32, dtype=INT32)
         queries = paged_attention.Queries(cells, table, tokens, splits, exact)
         q, k = some(count, 16, dim), some(count, groups, dim)
-        paged_attention.attend(q, k, k, pool, pool, queries, some(count, dtype=INT64), 16, window)
+        paged_attention.attend(q, k, k, pool, pool, queries, some(count, dtype=INT64), 16, window, sinks)
 
 
 def experts(tokens: int, rank: int, count: int, best: int) -> None:
@@ -193,6 +196,44 @@ def experts(tokens: int, rank: int, count: int, best: int) -> None:
         expert_kernels.combine(grad_x, None, rows, grad_u)
 
 
+def quantised(kind: str, *shape: int) -> QuantisedWeight:
+    """As the kernels read it."""
+    *rest, columns = shape
+    wide = {"nf4": 64, "fp4": 32, "table": 32}.get(kind)
+    if wide is None:
+        codes = some(*shape, dtype=torch.float8_e4m3fn if kind == "fp8" else torch.int8)
+        return QuantisedWeight(codes, some(*rest, 1), (1, columns))
+    table = torch.tensor({"nf4": NF4, "fp4": FP4}.get(kind, tuple(map(float, range(16)))))
+    codes, scale = some(*rest, columns // 2, dtype=torch.uint8), some(*rest, columns // wide)
+    zero = some(*scale.shape, dtype=torch.uint8) if kind == "table" else None
+    return QuantisedWeight(codes, scale, (1, wide), table, zero).for_kernels(torch.bfloat16)
+
+
+def packed(kind: str) -> None:
+    weight = quantised(kind, 5760, 2880)
+    packed_weights.expand(weight, torch.bfloat16)
+    for rows in (1, 64, 128) if kind != "table" else ():
+        packed_weights.product(some(rows, 2880), weight)
+    if kind not in ("fp4", "fp8"):
+        return
+    stack, down, activation = quantised(kind, 4, 5760, 2880), quantised(kind, 4, 2880, 2880), (True, 1.7, 7.0)
+    for tokens in (1, 64):
+        rows = expert_kernels.place(some(tokens, 4, dtype=INT32), 32)
+        table = AdapterTable(some(3, 64, dtype=INT64), some(3, dtype=FP32), 32, vectors=True)
+        tiles = RowTiles(some(6, 4, dtype=INT32), 64)
+        at = SiteAdapters(table, tiles, 5, 2880, [2880, 2880])
+        lora = expert_kernels.ExpertSite(at, some(tokens, dtype=INT32))
+        x, u, acts = some(tokens, 2880), some(1, tokens, 64), expert_kernels.Activation(*activation)
+        h = packed_experts.gate_up(x, stack, some(4, 5760), acts, rows, u, lora)
+        packed_experts.product(h, down, some(4, 2880), rows)
+        wide, kept = some(4, 2880, 2880), some(len(h), 5760)
+        expert_kernels.gate_up(x, some(4, 5760, 2880), rows, u, lora, True, some(4, 5760), acts)
+        expert_kernels.product(h, wide, rows, some(4, 2880))
+        weights = some(tokens, 4)
+        rows = rows._replace(place_N=some(4 * tokens, dtype=INT32))
+        expert_kernels.down_backward(x, wide, rows, kept, weights, None, None, some(4, 2880), acts)
+
+
 if __name__ == "__main__":
     launch.Launcher._launch = compile_instead
     for rows, tile, count, invariant in ((16, 16, 1, False), (256, 64, 4, False), (256, 16, 16, True)):
@@ -207,4 +248,7 @@ if __name__ == "__main__":
     wide_heads(2)
     delta_nets()
     gated_attention()
+    attention(100, some(16))
+    for kind in ("nf4", "fp4", "table", "fp8", "int8"):
+        packed(kind)
     print(*sorted(compiled))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,18 +12,26 @@ from torch import Tensor
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tests.engine.plain_lora import PlainLora
 from tinkex.engine.cuda import expert_kernels as kernel
+from tinkex.engine.cuda import packed_experts
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.hooks import ForwardContext
 from tinkex.engine.torch.lora import LoraBatch
-from tinkex.engine.torch.models.architecture import ExpertsConfig, ModelConfig, NormConfig, RouterConfig
+from tinkex.engine.torch.models.architecture import (
+    ClampedSwiGlu,
+    ExpertsConfig,
+    ModelConfig,
+    NormConfig,
+    RouterConfig,
+)
 from tinkex.engine.torch.models.moe import ExpertMlp
+from tinkex.engine.torch.quantised import FP4, QuantisedWeight
 from tinkex.types.params import LoraConfig
 
 pytestmark = [*MARKS, pytest.mark.slow]
 BOUND = 1e-5 if INTERPRETED else 2e-2
-WIDTH, INNER, COUNT, BEST = 48, 32, 8, 3
+WIDTH, INNER, COUNT, BEST = 64, 64, 8, 3
 
 
 def near(got: Tensor, want: Tensor, bound: float = BOUND) -> None:
@@ -70,10 +80,21 @@ def test_rows_are_sorted_by_expert_and_tiles_cover_them(tokens: int, routed: boo
 def test_experts_with_adapters_and_their_gradients(
     segments: list[tuple[int | None, int]], tile: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the plain block in fp32 with adapters in plain autograd operations."""
     if tile is not None:
         monkeypatch.setattr(kernel, "tile_rows", lambda rows, count: tile)
-    block, lengths = experts(RouterConfig()), [length for _, length in segments]
+    check_gradients(experts(RouterConfig()), segments)
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp4", "nf4"])
+def test_clamped_experts_with_biases_and_quantised_ones(scheme: str) -> None:
+    router = RouterConfig("softmax_of_best", bias=True)
+    block = experts(router, scheme, activation=ClampedSwiGlu(1.702, 0.9), bias=True)
+    check_gradients(block, [(0, 6), (None, 2), (1, 8)])
+
+
+def check_gradients(block: ExpertMlp, segments: list[tuple[int | None, int]]) -> None:
+    """Oracle: the plain block in fp32 with adapters in plain autograd operations."""
+    lengths = [length for _, length in segments]
     held = [adapter(block, 8, 1), adapter(block, 16, 2)]
     used = [None if i is None else held[i] for i, _ in segments]
     x, grad = random(sum(lengths), WIDTH, seed=3), random(sum(lengths), WIDTH, seed=4)
@@ -100,7 +121,26 @@ def test_experts_with_adapters_and_their_gradients(
 
 @pytest.mark.parametrize("segments", [[(None, 4)], [(0, 1)], [(1, 7), (None, 5), (0, 9)], [(0, 300)]])
 def test_experts_without_gradients(segments: list[tuple[int | None, int]]) -> None:
-    block, lengths = experts(RouterConfig()), [length for _, length in segments]
+    check_sampling(experts(RouterConfig()), segments)
+
+
+@pytest.mark.parametrize("segments", [[(None, 4)], [(0, 1)], [(1, 7), (None, 5), (0, 9)]])
+@pytest.mark.parametrize("scheme", ["none", "fp4", "nf4", "fp8"])
+def test_clamped_and_quantised_experts_without_gradients(
+    scheme: str, segments: list[tuple[int | None, int]]
+) -> None:
+    """A step of the sampler, for which quantised weights are expanded in registers."""
+    router = RouterConfig("softmax_of_best", bias=True)
+    block = experts(router, scheme, activation=ClampedSwiGlu(1.702, 0.9), bias=True)
+    if scheme != "none":
+        rows = kernel.place(torch.zeros(9, BEST, dtype=torch.int32, device=DEVICE), COUNT)
+        assert packed_experts.read_in_place(block.gate_up, rows) is not None
+        assert packed_experts.read_in_place(block.down, rows) is not None
+    check_sampling(block, segments)
+
+
+def check_sampling(block: ExpertMlp, segments: list[tuple[int | None, int]]) -> None:
+    lengths = [length for _, length in segments]
     held = [adapter(block, 8, 1), adapter(block, 16, 2)]
     used, x = [None if i is None else held[i] for i, _ in segments], random(sum(lengths), WIDTH, seed=3)
     kernels = CudaBackend(DEVICE, BF16)
@@ -112,13 +152,29 @@ def test_experts_without_gradients(segments: list[tuple[int | None, int]]) -> No
         near(got, block.float()(x.float(), plain))
 
 
-def experts(router: RouterConfig) -> ExpertMlp:
+def experts(router: RouterConfig, scheme: str = "none", **config: Any) -> ExpertMlp:
     model = ModelConfig("", WIDTH, 9, 9, 99, False, NormConfig(), ())
-    block = ExpertMlp(model, ExpertsConfig(COUNT, BEST, INNER, router), 0)
+    block = ExpertMlp(model, ExpertsConfig(COUNT, BEST, INNER, router, **config), 0)
     generator = torch.Generator().manual_seed(0)
     for view in block.weights().values():
         view.copy_(torch.randn(view.shape, generator=generator) / view.shape[-1] ** 0.5)
-    return block.to(DEVICE, BF16)
+    block = block.to(DEVICE, BF16)
+    if scheme != "none":
+        plain = block.weights()
+        block.quantise(BF16)
+        for name, (matrix, index) in block.slots().items():
+            weight = mxfp4(plain[name]) if scheme == "fp4" else plain[name]
+            matrix.put(index, weight, "file" if scheme == "fp4" else scheme, DEVICE)
+        block.settle(for_kernels=True)
+    return block
+
+
+def mxfp4(weight: Tensor) -> QuantisedWeight:
+    """Of random codes: the values do not matter."""
+    out, columns = weight.shape
+    codes = torch.randint(0, 256, (out, columns // 2), dtype=torch.uint8)
+    scale = torch.full((out, columns // 32), 2.0**-4).mul_(2.0 ** torch.randint(0, 3, (out, columns // 32)))
+    return QuantisedWeight(codes, scale, (1, 32), torch.tensor(FP4))
 
 
 def adapter(block: ExpertMlp, rank: int, seed: int) -> Adapter:

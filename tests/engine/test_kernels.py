@@ -342,6 +342,11 @@ def test_packed_attention(window: int | None, heads: tuple[int, int], dim: int):
     check_packed_attention(lengths, heads, dim, window)
 
 
+@pytest.mark.parametrize("window", [None, 21])
+def test_sinks_take_their_share(window: int | None):
+    check_packed_attention([1, 90, 64], (6, 2), 24, window, random(6, seed=9))
+
+
 @pytest.mark.parametrize(("heads", "dim"), [((3, 1), 24), ((4, 2), 40), ((2, 2), 64)])
 def test_slopes_are_kept_or_computed_again(monkeypatch, heads: tuple[int, int], dim: int):
     """Sequences up to, at and beyond a tile's end: the gradients are the same either way."""
@@ -355,7 +360,7 @@ def test_slopes_are_kept_or_computed_again(monkeypatch, heads: tuple[int, int], 
 
 
 def check_packed_attention(
-    lengths: list[int], heads: tuple[int, int], dim: int, window: int | None
+    lengths: list[int], heads: tuple[int, int], dim: int, window: int | None, sinks: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """The output and all three gradients are what autograd gives in double; the gradients."""
     h, g = heads
@@ -363,10 +368,10 @@ def check_packed_attention(
     grad = random(sum(lengths), h, dim, seed=3)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     pieces = zip(*(x.split(lengths) for x in leaves), strict=True)
-    want = torch.cat([attention(*piece, window) for piece in pieces])
+    want = torch.cat([attention(*piece, window, sinks) for piece in pieces])
     want.backward(grad.double())
     tiles = packed.cut(lengths, DEVICE)
-    out, lse = packed.forward(q, k, v, tiles, window)
+    out, lse = packed.forward(q, k, v, tiles, window, sinks)
     assert off(out, want.detach()) < 8e-3
     back = packed.backward(grad, q, k, v, out, lse, tiles, window)
     for got, leaf in zip(back, leaves, strict=True):
@@ -378,14 +383,17 @@ def check_packed_attention(
 # -- paged attention ---------------------------------------------------------------------------------------
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
     """The last len(q) of len(k) positions attend: [S, H, C] over [L, G, C], in double."""
     (s, h, c), (length, g, _) = q.shape, k.shape
     k, v = (x.double().repeat_interleave(h // g, 1) for x in (k, v))
     scores = torch.einsum("shc,lhc->hsl", q.double(), k) / c**0.5
     at, key = torch.arange(length - s, length)[:, None], torch.arange(length)[None]
     hidden = (key > at) | ((key <= at - window) if window else torch.zeros_like(key, dtype=torch.bool))
-    return torch.einsum("hsl,lhc->shc", scores.masked_fill(hidden.to(DEVICE), -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(hidden.to(DEVICE), -torch.inf)
+    if sinks is not None:  # one more key, without a value
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(h, s, 1)), dim=-1)
+    return torch.einsum("hsl,lhc->shc", scores.softmax(-1)[..., :length], v)
 
 
 @pytest.mark.parametrize("window", [None, 7, 21, 75])
@@ -396,6 +404,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 def test_paged_attention(
     window: int | None, tokens: int, splits: int, least: int, many: int, monkeypatch: pytest.MonkeyPatch
 ):
+    check_paged_attention(window, tokens, splits, least, many, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("window", "tokens", "splits", "least", "many"),
+    [(None, 1, 1, 0, 0), (21, 1, 1, 64, 0), (21, 1, 4, 0, 99), (21, 16, 1, 0, 99), (None, 16, 1, 0, 99)],
+)
+def test_paged_attention_with_sinks(
+    window: int | None, tokens: int, splits: int, least: int, many: int, monkeypatch: pytest.MonkeyPatch
+):
+    check_paged_attention(window, tokens, splits, least, many, monkeypatch, random(6, seed=9))
+
+
+def check_paged_attention(
+    window: int | None, tokens: int, splits: int, least: int, many: int, monkeypatch: pytest.MonkeyPatch,
+    sinks: Tensor | None = None,
+) -> None:  # fmt: skip
     """Sequences of several lengths whose pages lie anywhere, with stale NaNs in what they do not use."""
     monkeypatch.setattr(paged, "_MANY", many)
     h, g, c, page, pages = 6, 2, 24, 16, 40
@@ -419,12 +444,12 @@ def test_paged_attention(
         tiles += [
             (row + at, min(tokens, count - at), length - count + at, i) for at in range(0, count, tokens)
         ]
-        whole.append(attention(q[row : row + count], k, v, window))
+        whole.append(attention(q[row : row + count], k, v, window, sinks))
         row += count
     cells = torch.tensor([*tiles, (0, 0, 0, 0)], dtype=torch.int32).T.contiguous().to(DEVICE)
     queries = paged.Queries(cells, table.to(DEVICE), tokens, splits, least)
     news = q[:row].contiguous(), torch.cat(new_k), torch.cat(new_v)
-    got, _ = paged.attend(*news, *pools, queries, torch.cat(new_slots), page, window)
+    got, _ = paged.attend(*news, *pools, queries, torch.cat(new_slots), page, window, sinks)
     assert off(got, torch.cat(whole)) < 8e-3
 
 

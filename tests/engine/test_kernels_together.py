@@ -49,9 +49,11 @@ def datums(seed: int, lengths: list[int], vocab: int) -> list[Datum]:
 
 
 def logprobs_and_gradients(
-    path: Path, backend: Backend | None = None
+    path: Path, backend: Backend | None = None, quantize: str = "none"
 ) -> tuple[list[np.ndarray], dict[str, Tensor]]:
-    decoder = load_decoder(path)
+    decoder = load_decoder(path, quantize=quantize)
+    if backend is not None:
+        decoder.settle(backend.reads_codes)
     decoder = decoder.with_backend(backend) if backend else decoder
     trainer = TorchTrainer(decoder, "tiny")
     for run, lora in RUNS.items():
@@ -97,3 +99,21 @@ def test_a_pass_is_the_plain_one(
     assert set(got_grads) == set(want_grads) == set(RUNS)
     for run, grad in want_grads.items():
         assert (got_grads[run] - grad).norm() / grad.norm() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "quantize"), [("qwen3", "nf4"), ("qwen2", "fp8"), ("gpt_oss", "none"), ("gpt_oss", "nf4")]
+)
+def test_a_pass_with_quantised_weights_and_sinks_is_the_plain_one(
+    family: str, quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sinks, windows, biases everywhere, clamped experts; matrices that the kernels expand."""
+    path = tiny_model(tmp_path, family, hidden_size=128, intermediate_size=128)
+    want, want_grads = logprobs_and_gradients(path, quantize=quantize)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # there is no device to pin it for
+    backend = CudaBackend(torch.device("cpu"), torch.float32)
+    got, got_grads = logprobs_and_gradients(path, backend, quantize)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-5)
+    for run, grad in want_grads.items():
+        assert (got_grads[run] - grad).norm() / grad.norm() < 1e-4

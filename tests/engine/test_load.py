@@ -151,7 +151,7 @@ def test_a_text_model_inside_another_is_read_without_what_is_around_it(tmp_path:
 
 def test_kernels_suit_the_families_that_they_were_made_for_alone(tmp_path: Path) -> None:
     """The others run in plain torch, on CUDA too."""
-    for family in (*FAMILIES, "qwen3_5", "qwen3_5_moe", "qwen3_next"):
+    for family in (*FAMILIES, "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_next"):
         assert load_decoder(tiny_model(tmp_path, family)).kernels_serve
     for family in ("gemma3", "phi4", "granite3", "smollm3", "glm4", "ministral3", "olmo3", "granite4"):
         assert not load_decoder(tiny_model(tmp_path, family)).kernels_serve

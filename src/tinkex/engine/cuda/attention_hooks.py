@@ -77,9 +77,14 @@ class KernelAttend:
     ) -> None:
         self._cache, self._windows, self._queries, self._slots_T = cache, windows, queries, slots_T
 
-    def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, sinks: Tensor | None = None,
+        whole_images: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert not whole_images
         pools, window = self._cache.layer(layer), self._windows[layer]
-        return paged.attend(q_THC, k_TGC, v_TGC, *pools, self._queries, self._slots_T, PAGE, window)[0]
+        of_step = self._queries, self._slots_T, PAGE
+        return paged.attend(q_THC, k_TGC, v_TGC, *pools, *of_step, window, sinks)[0]
 
 
 def lay_out(
@@ -108,11 +113,11 @@ class PackedForward:
         self._queries, self._slots_T = lay_out(pieces, TOKENS, device)
 
     def __call__(
-        self, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, window: int | None
+        self, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, window: int | None, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         k_pool, v_pool = q_THC.new_empty(2, self._slots, k_TGC[0].numel())
         out, lse_TH = paged.attend(
-            q_THC, k_TGC, v_TGC, k_pool, v_pool, self._queries, self._slots_T, PAGE, window
+            q_THC, k_TGC, v_TGC, k_pool, v_pool, self._queries, self._slots_T, PAGE, window, sinks
         )
         return out, lse_TH.t().contiguous()
 
@@ -134,20 +139,27 @@ class RaggedAttend:
         """Cut at the first layer, while the device multiplies."""
         return packed.cut(self._lengths, self._device)
 
-    def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, sinks: Tensor | None = None,
+        whole_images: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert not whole_images
         window = self._windows[layer]
         if self._forward is None and window is not None and window >= max(self._lengths):
             window = None
-        return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window, self._forward)  # type: ignore[return-value]
+        return _Ragged.apply(q_THC, k_TGC, v_TGC, self._tiles, window, sinks, self._forward)  # type: ignore[return-value]
 
 
 class _Ragged(Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: packed.AttentionTiles, window: int | None,
-        forward: Callable[..., tuple[Tensor, Tensor]] | None,
+        sinks: Tensor | None, forward: Callable[..., tuple[Tensor, Tensor]] | None,
     ) -> Tensor:  # fmt: skip
-        out, lse = forward(q, k, v, window) if forward else packed.forward(q, k, v, tiles, window)
+        if forward is None:
+            out, lse = packed.forward(q, k, v, tiles, window, sinks)
+        else:
+            out, lse = forward(q, k, v, window, sinks)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.tiles, ctx.window = tiles, window
         return out
@@ -156,4 +168,4 @@ class _Ragged(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         back = packed.backward(grads[0].contiguous(), q, k, v, out, lse, ctx.tiles, ctx.window)
-        return *back, None, None, None
+        return *back, None, None, None, None

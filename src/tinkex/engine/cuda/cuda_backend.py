@@ -17,7 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.cuda import attention_hooks, elementwise, gated_heads, recurrence
+from tinkex.engine.cuda import (
+    attention_hooks,
+    elementwise,
+    gated_heads,
+    packed_experts,
+    packed_weights,
+    recurrence,
+)
 from tinkex.engine.cuda import experts as routed
 from tinkex.engine.cuda import token_kernels as kernel
 from tinkex.engine.cuda.attention_hooks import KernelAttend, RaggedAttend
@@ -47,14 +54,17 @@ class CudaBackend(Backend):
     """Kernels for `device`. `dtype` is bf16; Triton's interpreter computes in fp32."""
 
     elementwise: Any = elementwise
+    reads_codes = True
     clears_pages = False  # kernels never read a masked key
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, invariant: bool = False) -> None:
         self._device, self._dtype, self.invariant = device, dtype, invariant
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None
+        self, x: Tensor, weight: Any, bias: Tensor | None = None, packed: Tensor | None = None
     ) -> Tensor:
+        if not isinstance(weight, Tensor):
+            return packed_weights.linear(x, weight, bias)
         if not self.invariant:
             return F.linear(x, weight, bias)
         return InvariantLinear.apply(x, weight, bias) if x.requires_grad else product(x, weight, bias)
@@ -79,8 +89,7 @@ class CudaBackend(Backend):
                 weight_TK=routing.weight_TK.to(x_TD.dtype), expert_TK=routing.expert_TK.long()
             )
             return super().routed_experts(experts, x_TD, rounded, context)
-        weights = routed.ExpertWeights(experts.layer, experts.gate_up, experts.down)
-        given = (routing.rows, weights, lora)
+        given = (routing.rows, routed.weights_of(experts), lora)
         if eager is not None and eager.train and torch.is_grad_enabled():
             return routed.RoutedExperts.apply(x_TD, routing.weight_TK, eager._anchor, *given)  # type: ignore[return-value]
         return routed.forward(x_TD, routing.weight_TK, *given, keep=False)[0]
@@ -114,7 +123,8 @@ class CudaBackend(Backend):
     ) -> Sequence[StateGroup]:
         return [recurrence.of_slots(pool, slots, counts)]
 
-    def expert_linear(self, x_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    def expert_linear(self, x_NI: Tensor, weight_EOI: Any, counts_E: Tensor) -> Tensor:
+        weight_EOI = packed_experts.expanded(weight_EOI, x_NI.dtype)
         if x_NI.dtype != torch.bfloat16:
             return super().expert_linear(x_NI, weight_EOI, counts_E)
         return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32))

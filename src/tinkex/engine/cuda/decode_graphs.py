@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tinkex.engine.cuda import fused_projection as fused
 from tinkex.engine.cuda import grouped_lora as grouped
-from tinkex.engine.cuda import lora_kernels, token_kernels
+from tinkex.engine.cuda import lora_kernels, packed_weights, token_kernels
 from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, column_of, usable
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
@@ -88,6 +88,10 @@ class CapturedLora(LoraHook):
 
     def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | PartialProjection:
         at, rows = self.site(site), x.shape[0]
+        if not isinstance(frozen.weight, Tensor):
+            if packed_weights.suits(frozen.weight.whole) and rows <= packed_weights.MAX_ROWS:
+                return self._packed(at, site, x, frozen)
+            frozen = frozen._replace(weight=packed_weights.dense(frozen.weight, x.dtype))
         free = frozen.bias is None and not self._table.invariant  # sums may be ordered as is fastest
         many = rows >= _MANY or (rows > _SOME and site.group == "unembed")
         if free and many and at.width <= lora_kernels.MAX_WRITTEN:
@@ -101,6 +105,20 @@ class CapturedLora(LoraHook):
             return lora_kernels.unite(u, splits, x.dtype, at.b)
         u, y = self._overlapped(at, x, 1 if large else None, lambda: frozen(x))
         if partial and rows > _SOME and site.group in ("qkv", "gate_up"):
+            return fused.DeferredExpand(y, u, at)
+        lora_kernels.expand(u, y, at.b)
+        return y
+
+    def _packed(self, at: SiteAdapters, site: Site, x: Tensor, frozen: Frozen) -> Tensor | PartialProjection:
+        """With a weight in 4 or 8 bits that is expanded in registers."""
+        weight = frozen.weight.whole
+        tile = packed_weights.tile_for(x.shape[0], weight)
+        u, y = self._overlapped(at, x, tile.splits, lambda: packed_weights.product(x, weight, tile))
+        if tile.splits > 1:
+            y = lora_kernels.unite(u, y, x.dtype, at.b)
+            return y if frozen.bias is None else y.add_(frozen.bias)
+        y = y[0] if frozen.bias is None else y[0].add_(frozen.bias)
+        if at.width <= fused.MAX_DEFERRED and site.group in ("qkv", "gate_up"):
             return fused.DeferredExpand(y, u, at)
         lora_kernels.expand(u, y, at.b)
         return y

@@ -45,6 +45,17 @@ class ExpertSite(NamedTuple):
     slots_T: Tensor
 
 
+class Activation(NamedTuple):
+    """SwiGLU, or if `clamped` that of `architecture.ClampedSwiGlu`."""
+
+    clamped: bool = False
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+SWIGLU = Activation()
+
+
 class _Tile(NamedTuple):
     columns: int
     features: int  # of one iteration
@@ -258,7 +269,7 @@ def _bounds(order, starts, segments_at, bounds, K, segments, STEPS: tl.constexpr
 
 
 @triton.jit
-def _tile_at(cells, tiles, tile):
+def tile_at(cells, tiles, tile):
     """A tile's expert, first row and number of rows; no kernel that wrote them is still running."""
     wait_for_previous()
     return tl.load(cells + tile), tl.load(cells + tiles + tile), tl.load(cells + 2 * tiles + tile)
@@ -301,7 +312,7 @@ def _matrix(where, part, slot, expert, each, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _add_lora(
+def add_lora(
     total, u, token, slot, stride_u, split_u, where, part, expert, each, width, n, have_n,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -322,11 +333,11 @@ def _add_lora(
 
 
 @triton.jit
-def _add_mixed_lora(
+def add_mixed_lora(
     total, u, token, slot, stride_u, split_u, where, part, expert, each, width, n, have_n,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """`_add_lora` for rows of many adapters: every row reads its own matrix, and none waits for another."""
+    """`add_lora` for rows of many adapters: every row reads its own matrix, and none waits for another."""
     table, scales, columns, column = where
     mine = slot >= 0
     at = table + tl.where(mine, slot, 0) * columns
@@ -348,7 +359,7 @@ def _add_mixed_lora(
 
 
 @triton.jit
-def _shrink_row(
+def shrink_row(
     x, u, row, slot, where, expert, each, width, stride_x, stride_u,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -370,17 +381,42 @@ def _shrink_row(
 # -- products ------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def acted(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    """silu(gate) · up, or (up + 1) · gate · sigmoid(alpha · gate) of both within the limit."""
+    if CLAMPED:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit) + 1
+        return up * gate * tl.sigmoid(alpha * gate)
+    else:
+        return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _acted_backward(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    """The derivatives of `acted` by gate and up."""
+    if CLAMPED:
+        free_gate, free_up = gate <= limit, (up >= -limit) & (up <= limit)
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit) + 1
+        sig = tl.sigmoid(alpha * gate)
+        by_gate = tl.where(free_gate, up * sig * (1 + alpha * gate * (1 - sig)), 0.0)
+        return by_gate, tl.where(free_up, gate * sig, 0.0)
+    else:
+        sig = tl.sigmoid(gate)
+        return up * sig * (1 + gate * (1 - sig)), gate * sig
+
+
 @launched
 @triton.jit(do_not_specialize=["tiles", "column", "each"])
 def _gate_up(
-    x, weight, gate_up, h, order, cells, tiles, u, table, scales, slots, columns, column, each, D, F, K,
-    stride_x, stride_u, split_u, KEEP: tl.constexpr, LORA: tl.constexpr, MIXED: tl.constexpr,
+    x, weight, bias, gate_up, h, order, cells, tiles, u, table, scales, slots, columns, column, each, D, F,
+    K, stride_x, stride_u, split_u, alpha, limit, BIAS: tl.constexpr, CLAMPED: tl.constexpr,
+    KEEP: tl.constexpr, LORA: tl.constexpr, MIXED: tl.constexpr,
     SPLITS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """h = silu(gate) · up of a tile's rows, for BLOCK_N columns of both; KEEP: and gate and up themselves."""
+    """h of a tile's rows, for BLOCK_N columns of gate and up; KEEP: and gate and up themselves."""
     first = tl.program_id(0) * BLOCK_N
-    expert, start, count = _tile_at(cells, tiles, tl.program_id(1))
+    expert, start, count = tile_at(cells, tiles, tl.program_id(1))
     if count > 0:
         dtype: tl.constexpr = x.dtype.element_ty
         m, n = tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
@@ -397,24 +433,27 @@ def _gate_up(
             both = have_n[None, :] & have_k[:, None]
             gate = tl.dot(a, load(right + at[:, None], both), gate)
             up = tl.dot(a, load(right + F * D + at[:, None], both), up)
+        if BIAS:
+            place = bias + expert * 2 * F + n
+            gate, up = gate + load_fp32(place, have_n)[None, :], up + load_fp32(place + F, have_n)[None, :]
         if LORA:
             slot = tl.load(slots + token, mask=have_m, other=-1)
             where = (table, scales, columns, column)
             if MIXED:
-                gate = _add_mixed_lora(
+                gate = add_mixed_lora(
                     gate, u, token, slot, stride_u, split_u, where, 0, expert, each, F, n, have_n,
                     SPLITS, BLOCK_M, BLOCK_R, dtype,
                 )  # fmt: skip
-                up = _add_mixed_lora(
+                up = add_mixed_lora(
                     up, u, token, slot, stride_u, split_u, where, 1, expert, each, F, n, have_n,
                     SPLITS, BLOCK_M, BLOCK_R, dtype,
                 )  # fmt: skip
             else:
-                gate = _add_lora(
+                gate = add_lora(
                     gate, u, token, slot, stride_u, split_u, where, 0, expert, each, F, n, have_n,
                     SPLITS, BLOCK_M, BLOCK_R, dtype,
                 )  # fmt: skip
-                up = _add_lora(
+                up = add_lora(
                     up, u, token, slot, stride_u, split_u, where, 1, expert, each, F, n, have_n,
                     SPLITS, BLOCK_M, BLOCK_R, dtype,
                 )  # fmt: skip
@@ -425,24 +464,25 @@ def _gate_up(
             tl.store(place, gate, mask=have)
             tl.store(place + F, up, mask=have)
         gate, up = gate.to(tl.float32), up.to(tl.float32)
-        tl.store(h + row[:, None] * F + n[None, :], gate * tl.sigmoid(gate) * up, mask=have)
+        tl.store(h + row[:, None] * F + n[None, :], acted(gate, up, alpha, limit, CLAMPED), mask=have)
 
 
 @launched
 @triton.jit(do_not_specialize=["tiles", "column", "each"])
 def _product(
-    x, weight, y, order, cells, tiles, u, table, scales, slots, columns, column, each, size, width, K,
-    stride_e, stride_n, stride_k, stride_u, GATHER: tl.constexpr, EXPAND: tl.constexpr, SHRINK: tl.constexpr,
+    x, weight, bias, y, order, cells, tiles, u, table, scales, slots, columns, column, each, size, width, K,
+    stride_e, stride_n, stride_k, stride_u, BIAS: tl.constexpr, GATHER: tl.constexpr, EXPAND: tl.constexpr,
+    SHRINK: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """y[rows, n] = x[rows] · the expert's weight [n, k]. GATHER: x has a row for each token.
+    """y[rows, n] = x[rows] · the expert's weight [n, k] + its bias. GATHER: x has a row for each token.
 
     EXPAND adds scale · u[token] · the expert's matrix. SHRINK: a tile's last programs, one for each row,
     write u[row] = x[row] · the expert's matrixᵀ.
     """
     first = tl.program_id(0) * BLOCK_N
-    expert, start, count = _tile_at(cells, tiles, tl.program_id(1))
+    expert, start, count = tile_at(cells, tiles, tl.program_id(1))
     dtype: tl.constexpr = x.dtype.element_ty
     if first < width:
         if count > 0:
@@ -456,9 +496,11 @@ def _product(
             total = _multiply(
                 total, x, token, have_m, size, matrix, n, have_n, stride_n, stride_k, size, EVEN, BLOCK_K
             )
+            if BIAS:
+                total += load_fp32(bias + expert * width + n, have_n)[None, :]
             if EXPAND:
                 slot, where = tl.load(slots + token, mask=have_m, other=-1), (table, scales, columns, column)
-                total = _add_lora(
+                total = add_lora(
                     total, u, token, slot, stride_u, 0, where, 0, expert, each, width, n, have_n,
                     1, BLOCK_M, BLOCK_R, dtype,
                 )  # fmt: skip
@@ -470,13 +512,14 @@ def _product(
             slot = tl.load(slots + tl.load(order + row) // K)
             if slot >= 0:
                 where = (table, scales, columns, column)
-                _shrink_row(x, u, row, slot, where, expert, each, size, size, stride_u, BLOCK_R, 256, dtype)
+                shrink_row(x, u, row, slot, where, expert, each, size, size, stride_u, BLOCK_R, 256, dtype)
 
 
 @launched
 @triton.jit
 def _activate_backward(
-    grad, gate_up, weights, order, grad_gate_up, h, dots, F, BLOCK: tl.constexpr,
+    grad, gate_up, weights, order, grad_gate_up, h, dots, F, alpha, limit, CLAMPED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradients to gate and up of one row from that to h before its routing weight; and h again.
 
@@ -490,13 +533,14 @@ def _activate_backward(
         load_fp32(gate_up + row * 2 * F + at, inside),
         load_fp32(gate_up + row * 2 * F + F + at, inside),
     )
-    total, sig = load_fp32(grad + row * F + at, inside), tl.sigmoid(gate)
-    acted = (gate * sig * up).to(h.dtype.element_ty)
-    tl.store(h + row * F + at, acted, mask=inside)
-    tl.store(dots + pair, tl.sum(acted.to(tl.float32) * total, 0))
+    total = load_fp32(grad + row * F + at, inside)
+    by_gate, by_up = _acted_backward(gate, up, alpha, limit, CLAMPED)
+    hidden = acted(gate, up, alpha, limit, CLAMPED).to(h.dtype.element_ty)
+    tl.store(h + row * F + at, hidden, mask=inside)
+    tl.store(dots + pair, tl.sum(hidden.to(tl.float32) * total, 0))
     total *= weight
-    tl.store(grad_gate_up + row * 2 * F + at, total * up * sig * (1 + gate * (1 - sig)), mask=inside)
-    tl.store(grad_gate_up + row * 2 * F + F + at, total * gate * sig, mask=inside)
+    tl.store(grad_gate_up + row * 2 * F + at, total * by_gate, mask=inside)
+    tl.store(grad_gate_up + row * 2 * F + F + at, total * by_up, mask=inside)
 
 
 # -- adapters ------------------------------------------------------------------------------------------
@@ -510,7 +554,7 @@ def _shrink_rows(
 ):  # fmt: skip
     """u[rows, part] = x[rows, part's columns] · the expert's matrix [R, width]ᵀ."""
     part, block = tl.program_id(1), tl.program_id(2)
-    expert, start, count = _tile_at(cells, tiles, tl.program_id(0))
+    expert, start, count = tile_at(cells, tiles, tl.program_id(0))
     if count > 0:
         m, r = tl.arange(0, BLOCK_M), block * BLOCK_R + tl.arange(0, BLOCK_R)
         row, have_m = (start + m).to(tl.int64), m < count
@@ -711,7 +755,7 @@ def bounds_of(rows: ExpertRows, segments_at: Tensor) -> Tensor:
     return bounds
 
 
-class _Given(NamedTuple):
+class GivenAdapters(NamedTuple):
     """Adapters as arguments of kernels."""
 
     where: tuple[object, ...]  # table, scales, slots, columns, column, each
@@ -723,30 +767,33 @@ class _Given(NamedTuple):
         return max(16, min(64, power_of_2(self.widest)))
 
 
-def _given(lora: ExpertSite | None, side: str, like: Tensor) -> _Given:
+def given_adapters(lora: ExpertSite | None, side: str, like: Tensor) -> GivenAdapters:
     if lora is None:
-        return _Given((like, like, like, 0, 0, 0), 16, 1)
+        return GivenAdapters((like, like, like, 0, 0, 0), 16, 1)
     at, table = lora.at, lora.at.table
     of, each = (at.a, at.in_features * len(at.outs)) if side == "A" else (at.b, sum(at.outs))
     where = (table.addresses, table.scales, lora.slots_T, table.addresses.shape[1], of.column, each)
-    return _Given(where, table.widest, len(of.sizes))
+    return GivenAdapters(where, table.widest, len(of.sizes))
 
 
 def gate_up(
-    x_TD: Tensor, weight: Tensor, rows: ExpertRows, u: Tensor | None, lora: ExpertSite | None, keep: bool
-) -> tuple[Tensor, Tensor | None]:
-    """h [N, F] = silu(gate) · up, and (if asked to keep them) gate and up [N, 2F].
+    x_TD: Tensor, weight: Tensor, rows: ExpertRows, u: Tensor | None, lora: ExpertSite | None, keep: bool,
+    bias: Tensor | None = None, activation: Activation = SWIGLU,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """h [N, F], the activation of gate and up, and (if asked to keep them) these [N, 2F].
 
     `u` [S, T, 2R] is the down-projection of the tokens, to be summed over S.
     """
     inner, n = weight.shape[1] // 2, len(rows.order_N)
     h = x_TD.new_empty(n, inner)
     kept = x_TD.new_empty(n, 2 * inner) if keep else None
-    given, shape, width = _given(lora, "B", x_TD), GATED[rows.tile], x_TD.shape[1]
+    given, shape, width = given_adapters(lora, "B", x_TD), GATED[rows.tile], x_TD.shape[1]
     of_u = x_TD[None] if u is None else u
     _gate_up[(cdiv(inner, shape.columns), rows.tiles.shape[1])](
-        x_TD, weight, h if kept is None else kept, h, rows.order_N, rows.tiles, rows.tiles.shape[1],
+        x_TD, weight, h if bias is None else bias, h if kept is None else kept, h, rows.order_N, rows.tiles,
+        rows.tiles.shape[1],
         of_u, *given.where, width, inner, rows.per_token, x_TD.stride(0), of_u.stride(1), of_u.stride(0),
+        activation.alpha, activation.limit, BIAS=bias is not None, CLAMPED=activation.clamped,
         KEEP=keep, LORA=lora is not None, MIXED=lora is not None and lora.at.table.mixed and rows.tile <= 32,
         SPLITS=1 if u is None else len(u), EVEN=width % shape.features == 0,
         BLOCK_M=rows.tile, BLOCK_N=shape.columns, BLOCK_K=shape.features, BLOCK_R=given.block,
@@ -756,48 +803,55 @@ def gate_up(
 
 
 def _multiplied(
-    x: Tensor, weight: Tensor, rows: ExpertRows, u: Tensor | None, given: _Given, **flags: bool
-) -> Tensor:
+    x: Tensor, weight: Tensor, rows: ExpertRows, u: Tensor | None, given: GivenAdapters,
+    bias: Tensor | None = None, **flags: bool,
+) -> Tensor:  # fmt: skip
     (_, out, size), shape = weight.shape, PLAIN[rows.tile]
     y, of_u = x.new_empty(len(rows.order_N), out), x if u is None else u
     more = rows.tile if flags["SHRINK"] else 0
     _product[(cdiv(out, shape.columns) + more, rows.tiles.shape[1])](
-        x, weight, y, rows.order_N, rows.tiles, rows.tiles.shape[1], of_u, *given.where, size, out,
-        rows.per_token, *weight.stride(), of_u.stride(0), **flags, EVEN=size % shape.features == 0,
+        x, weight, y if bias is None else bias, y, rows.order_N, rows.tiles, rows.tiles.shape[1], of_u,
+        *given.where, size, out, rows.per_token, *weight.stride(), of_u.stride(0), BIAS=bias is not None,
+        **flags, EVEN=size % shape.features == 0,
         BLOCK_M=rows.tile, BLOCK_N=shape.columns, BLOCK_K=shape.features, BLOCK_R=given.block,
         num_warps=shape.warps, num_stages=shape.stages, **PDL,
     )  # fmt: skip
     return y
 
 
-def product(x_N: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
-    """Each row through its expert's weight [out, in], which may be a transposed view."""
-    none = _given(None, "A", x_N)
-    return _multiplied(x_N, weight, rows, None, none, GATHER=False, EXPAND=False, SHRINK=False)
+def product(x_N: Tensor, weight: Tensor, rows: ExpertRows, bias: Tensor | None = None) -> Tensor:
+    """Each row through its expert's weight [out, in], which may be a transposed view, plus its bias."""
+    none = given_adapters(None, "A", x_N)
+    return _multiplied(x_N, weight, rows, None, none, bias, GATHER=False, EXPAND=False, SHRINK=False)
+
+
+def shrinks_inside(x_N: Tensor, rows: ExpertRows, lora: ExpertSite) -> bool:
+    """Whether u is faster computed beside the product than by a launch of its own."""
+    return rows.tile <= 32 and (lora.at.table.mixed or len(x_N) <= _FEW)
 
 
 def product_and_shrink(
-    x_N: Tensor, weight: Tensor, rows: ExpertRows, lora: ExpertSite
+    x_N: Tensor, weight: Tensor, rows: ExpertRows, lora: ExpertSite, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`product`, and u [N, R] = each row times its expert's A."""
-    given = _given(lora, "A", x_N)
-    if rows.tile > 32 or not (lora.at.table.mixed or len(x_N) <= _FEW):
-        return product(x_N, weight, rows), shrink_rows(x_N, rows, lora, "A")
+    given = given_adapters(lora, "A", x_N)
+    if not shrinks_inside(x_N, rows, lora):
+        return product(x_N, weight, rows, bias), shrink_rows(x_N, rows, lora, "A")
     u = x_N.new_empty(len(x_N), 16 * cdiv(given.widest, 16))
-    return _multiplied(x_N, weight, rows, u, given, GATHER=False, EXPAND=False, SHRINK=True), u
+    return _multiplied(x_N, weight, rows, u, given, bias, GATHER=False, EXPAND=False, SHRINK=True), u
 
 
 def product_of_tokens(
     x_TD: Tensor, weight: Tensor, rows: ExpertRows, u: Tensor | None, lora: ExpertSite | None
 ) -> Tensor:
     """Each row's token through its expert's weight, and u [1, T, R] of the token through the expert's A."""
-    given = _given(lora, "A", x_TD)
+    given = given_adapters(lora, "A", x_TD)
     of_u = None if u is None else u[0]
     return _multiplied(x_TD, weight, rows, of_u, given, GATHER=True, EXPAND=lora is not None, SHRINK=False)
 
 
 def activate_backward(
-    grad_NF: Tensor, kept: Tensor, rows: ExpertRows, weight_TK: Tensor
+    grad_NF: Tensor, kept: Tensor, rows: ExpertRows, weight_TK: Tensor, activation: Activation = SWIGLU
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients to gate and up [N, 2F], h [N, F], and the gradients to the routing weights [T, K].
 
@@ -806,15 +860,15 @@ def activate_backward(
     grads, h, dots = torch.empty_like(kept), torch.empty_like(grad_NF), torch.empty_like(weight_TK)
     rows_N, inner = grad_NF.shape
     _activate_backward[(rows_N,)](
-        grad_NF, kept, weight_TK, rows.order_N, grads, h, dots, inner,
-        BLOCK=power_of_2(inner), num_warps=4, **PDL,
+        grad_NF, kept, weight_TK, rows.order_N, grads, h, dots, inner, activation.alpha,
+        activation.limit, CLAMPED=activation.clamped, BLOCK=power_of_2(inner), num_warps=4, **PDL,
     )  # fmt: skip
     return grads, h, dots
 
 
 def shrink_rows(x_N: Tensor, rows: ExpertRows, lora: ExpertSite, side: str) -> Tensor:
     """u [N, P·R]: each row times its expert's A, or each part of it times Bᵀ's transpose (side "B")."""
-    given = _given(lora, side, x_N)
+    given = given_adapters(lora, side, x_N)
     u = x_N.new_empty(len(x_N), 16 * cdiv(given.parts * given.widest, 16))
     _shrink_rows[(rows.tiles.shape[1], given.parts, cdiv(given.widest, given.block))](
         x_N, u, rows.order_N, rows.tiles, rows.tiles.shape[1], *given.where, x_N.shape[1] // given.parts,
@@ -830,7 +884,7 @@ def add_outer(
     of_segments: Tensor, into: SiteAdapters, side: str, atomic: bool,
 ) -> None:  # fmt: skip
     """Add to the gradients of every expert's A or B: u of each row's token times g."""
-    given = _given(ExpertSite(into, of_segments), side, g_N)
+    given = given_adapters(ExpertSite(into, of_segments), side, g_N)
     addresses, scales, _, columns, column, each = given.where
     width, (experts, segments) = g_N.shape[1] // given.parts, bounds.shape
     _outer_rows[(given.parts * cdiv(width, 128), experts * segments, cdiv(given.widest, given.block))](
@@ -851,7 +905,7 @@ def combine(
     """
     per_token, width = rows.per_token, y_ND.shape[1]
     tokens, of_u = len(y_ND) // per_token, 0 if u_N is None else u_N.shape[1]
-    y_TD, given = y_ND.new_empty(tokens, width), _given(lora, "B", y_ND)
+    y_TD, given = y_ND.new_empty(tokens, width), given_adapters(lora, "B", y_ND)
     u_T = None if u_N is None or lora is not None else u_N.new_empty(tokens, of_u)
     block = min(1024 if lora is None else 256, power_of_2(width))
     _combine[(tokens, cdiv(width, block) + (0 if u_T is None else cdiv(of_u, block)))](

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.cuda import expert_kernels as kernel
-from tinkex.engine.cuda import lora_gradients, lora_kernels
+from tinkex.engine.cuda import lora_gradients, lora_kernels, packed_experts
 from tinkex.engine.cuda.adapter_table import SiteAdapters
 from tinkex.engine.torch.hooks import Site
-from tinkex.engine.torch.models.architecture import ExpertsConfig
+from tinkex.engine.torch.models.architecture import ClampedSwiGlu, ExpertsConfig
 from tinkex.engine.torch.models.moe import ExpertMlp, Routing
+from tinkex.engine.torch.quantised import QuantisedStack
 
 # As measured on an H200: tokens up to which the last up-projection is faster without a launch of its own.
 _FEW, _MIXED = 16, 256  # of one adapter, of several
@@ -49,18 +50,30 @@ class TrainedLora(ExpertLora, Protocol):
 
 
 class ExpertWeights(NamedTuple):
-    """The frozen weights of one layer's experts."""
+    """The frozen weights of one layer's experts; quantised ones are expanded where rows are many."""
 
     layer: int
-    gate_up: Tensor  # [E, 2F, D]
-    down: Tensor  # [E, D, F]
+    gate_up: Tensor | QuantisedStack  # [E, 2F, D]
+    down: Tensor | QuantisedStack  # [E, D, F]
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    activation: kernel.Activation = kernel.SWIGLU
 
 
 def serves(experts: ExpertsConfig) -> bool:
-    """Whether the kernels compute such experts: SwiGLU without biases, weighted after they were computed."""
+    """Whether the kernels compute such experts: SwiGLU, weighted after they were computed."""
     router = experts.router
     routed = router.groups == 1 and not (router.norm or router.expert_scale or router.on_input)
-    return experts.activation == "silu" and experts.gated and not experts.bias and routed
+    swiglu = experts.activation == "silu" or isinstance(experts.activation, ClampedSwiGlu)
+    return swiglu and experts.gated and routed
+
+
+def weights_of(experts: ExpertMlp) -> ExpertWeights:
+    activation = kernel.SWIGLU
+    if isinstance(experts.experts.activation, ClampedSwiGlu):
+        activation = kernel.Activation(True, *map(float, experts.experts.activation))
+    biases = experts.gate_up_bias, experts.down_bias
+    return ExpertWeights(experts.layer, experts.gate_up, experts.down, *biases, activation)
 
 
 class RouterLogits(torch.autograd.Function):
@@ -111,16 +124,39 @@ def forward(
     """The experts' results, added up, and what `backward` needs: u of gate and up, these, and u of down."""
     up, down = _sites(weights, lora)
     u1 = None if up is None else lora_kernels.shrink(x_TD, up.at.a)
-    h, kept = kernel.gate_up(x_TD, weights.gate_up, rows, u1, up, keep)
+    h, kept = _gate_up(x_TD, rows, weights, u1, up, keep)
+    y_ND, u2_N = _down(h, rows, weights, down, keep)
     if down is None:
-        return kernel.combine(kernel.product(h, weights.down, rows), weight_TK, rows)[0], (u1, kept, None)
-    y_ND, u2_N = kernel.product_and_shrink(h, weights.down, rows, down)
+        return kernel.combine(y_ND, weight_TK, rows)[0], (u1, kept, None)
     if not keep and len(x_TD) <= (_MIXED if down.at.table.mixed else _FEW):
         return kernel.combine(y_ND, weight_TK, rows, u2_N, down)[0], ()
     y_TD, u2_T = kernel.combine(y_ND, weight_TK, rows, u2_N)
     assert u2_T is not None
     lora_kernels.expand(u2_T[None], y_TD, down.at.b)
     return y_TD, (u1, kept, u2_T)
+
+
+def _gate_up(
+    x_TD: Tensor, rows: kernel.ExpertRows, weights: ExpertWeights, u: Tensor | None,
+    lora: kernel.ExpertSite | None, keep: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    how = weights.gate_up_bias, weights.activation
+    if not keep and (packed := packed_experts.read_in_place(weights.gate_up, rows)) is not None:
+        return packed_experts.gate_up(x_TD, packed, *how, rows, u, lora), None
+    wide = packed_experts.expanded(weights.gate_up, x_TD.dtype)
+    return kernel.gate_up(x_TD, wide, rows, u, lora, keep, *how)
+
+
+def _down(
+    h_NF: Tensor, rows: kernel.ExpertRows, weights: ExpertWeights, lora: kernel.ExpertSite | None, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The experts' results, and u of each row."""
+    if not keep and (packed := packed_experts.read_in_place(weights.down, rows)) is not None:
+        return packed_experts.product(h_NF, packed, weights.down_bias, rows, lora)
+    wide = packed_experts.expanded(weights.down, h_NF.dtype)
+    if lora is None:
+        return kernel.product(h_NF, wide, rows, weights.down_bias), None
+    return kernel.product_and_shrink(h_NF, wide, rows, lora, weights.down_bias)
 
 
 def backward(
@@ -135,15 +171,23 @@ def backward(
     if down is not None and u2_T is not None:
         grad_u2 = lora_kernels.summed(lora_kernels.shrink(grad_TD, down.at.b), x_TD.dtype)
         lora_gradients.add_outer(u2_T[None], grad_TD, lora.into(down.at).b, lora.atomic)
-    grad_h = kernel.product_of_tokens(grad_TD, weights.down.transpose(1, 2), rows, grad_u2, down)
-    grads, h, grad_weight_TK = kernel.activate_backward(grad_h, kept, rows, weight_TK)
+    wide = packed_experts.expanded(weights.down, x_TD.dtype).transpose(1, 2)
+    grad_h = kernel.product_of_tokens(grad_TD, wide, rows, grad_u2, down)
+    del wide
+    grads, h, grad_weight_TK = kernel.activate_backward(grad_h, kept, rows, weight_TK, weights.activation)
+    if weights.down_bias is not None:
+        expert_TK = torch.searchsorted(rows.starts_E[1:], rows.place_N.view_as(weight_TK), right=True)
+        by_bias_TE = grad_TD @ weights.down_bias.t()
+        grad_weight_TK = grad_weight_TK + by_bias_TE.gather(1, expert_TK)
     if down is not None and grad_u2 is not None:
         kernel.add_outer(grad_u2[0], h, weight_TK, *of_rows, lora.into(down.at), "A", lora.atomic)
     del grad_h, h
     if up is not None and u1 is not None:
         grad_u1_N, u1 = kernel.shrink_rows(grads, rows, up, "B"), lora_kernels.summed(u1, x_TD.dtype)
         kernel.add_outer(u1[0], grads, None, *of_rows, lora.into(up.at), "B", lora.atomic)
-    grad_x_N = kernel.product(grads, weights.gate_up.transpose(1, 2), rows)
+    wide = packed_experts.expanded(weights.gate_up, x_TD.dtype).transpose(1, 2)
+    grad_x_N = kernel.product(grads, wide, rows)
+    del wide
     grad_x, grad_u1 = kernel.combine(grad_x_N, None, rows, grad_u1_N)
     if up is not None and grad_u1 is not None:
         lora_gradients.add_outer(grad_u1[None], x_TD, lora.into(up.at).a, lora.atomic)

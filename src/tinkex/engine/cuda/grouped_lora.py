@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.cuda import fused_projection as fused
-from tinkex.engine.cuda import gluon_projection, lora_gradients
+from tinkex.engine.cuda import gluon_projection, lora_gradients, packed_weights
 from tinkex.engine.cuda import lora_kernels as kernel
 from tinkex.engine.cuda.adapter_table import (
     AdapterTable,
@@ -192,9 +192,10 @@ class CudaLora(LoraBatch):
         return GroupedProjection.apply(x, self._anchor, frozen.weight, frozen.bias, self, at)  # type: ignore[return-value]
 
     def product(
-        self, at: SiteAdapters, x: Tensor, weight: Tensor, bias: Tensor | None = None
+        self, at: SiteAdapters, x: Tensor, weight: Any, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The frozen product plus the adapters' contribution, and u, which the backward needs."""
+        weight = packed_weights.as_tensor(weight, x.dtype)
         writes = at.width <= kernel.MAX_WRITTEN or (fused.large(weight) and weight.shape[0] < _HEAD)
         if not self._invariant and bias is None and self._whole and writes:
             return product_with(x, weight, at)
@@ -214,9 +215,10 @@ class CudaLora(LoraBatch):
         return self._back[at.column]
 
     def grad_x(
-        self, at: SiteAdapters, grad_y: Tensor, grad_u: Tensor, weight: Tensor, out: Tensor | None = None
+        self, at: SiteAdapters, grad_y: Tensor, grad_u: Tensor, weight: Any, out: Tensor | None = None
     ) -> Tensor:
         """The gradient to x through the frozen product and the adapters, into `out` if given."""
+        weight = packed_weights.as_tensor(weight, grad_y.dtype)
         out = grad_y.new_empty(grad_y.shape[0], weight.shape[1]) if out is None else out
         if self._whole and gluon_projection.suits(out.shape[0], weight, [at.in_features]):
             return gluon_projection.project(grad_y, weight.t(), grad_u[0], at.a, out)
@@ -246,19 +248,19 @@ class GroupedProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Any, lora: CudaLora, at: SiteAdapters
+        ctx: Any, x: Tensor, anchor: Tensor, weight: Any, bias: Any, lora: CudaLora, at: SiteAdapters
     ) -> Tensor:
         y, u = lora.product(at, x, weight, bias)
-        ctx.save_for_backward(x, u, weight)
-        ctx.lora, ctx.at = lora, at
+        ctx.save_for_backward(x, u)
+        ctx.weight, ctx.lora, ctx.at = weight, lora, at
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, u, weight = ctx.saved_tensors
+        x, u = ctx.saved_tensors
         grad_y = grads[0].contiguous()
         grad_u = ctx.lora.backward(ctx.at, grad_y, x, u)
-        grad_x = ctx.lora.grad_x(ctx.at, grad_y, grad_u, weight) if ctx.needs_input_grad[0] else None
+        grad_x = ctx.lora.grad_x(ctx.at, grad_y, grad_u, ctx.weight) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, None
 
 
@@ -277,15 +279,16 @@ def _weight_sizes(decoder: Decoder) -> list[int]:
 
 
 def matches_trainer(decoder: Decoder) -> bool:
-    """Whether captured steps round as the trainer does: all weights are large, none has a bias, and no layer
-    is recurrent.
+    """Whether captured steps round as the trainer does: all weights are large, in bf16 and without a bias,
+    and no layer is recurrent.
 
     An invariant decoder does so by other means. The kernels of experts do so whatever their size.
     """
     config = decoder.config
     other = config.qkv_bias or config.o_bias or config.mlp_bias
     other = other or bool(config.state_shapes)  # chunks and single steps round differently
-    return not (decoder.backend.invariant or other) and min(_weight_sizes(decoder)) > fused.LARGE
+    other = other or decoder.backend.invariant or bool(decoder.slots())
+    return not other and min(_weight_sizes(decoder)) > fused.LARGE
 
 
 class SlotShape(NamedTuple):

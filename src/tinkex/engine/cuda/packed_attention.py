@@ -1,9 +1,10 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
-"""Causal attention within the sequences of a packed batch, forward and backward, with sliding windows.
+"""Causal attention within the sequences of a packed batch, forward and backward, with windows and sinks.
 
-The backward over keys sums over the query heads that share a kv head, and stores the slopes (the gradients to
-the scores) for the backward over queries, unless they take too much memory. The order of every sum is fixed.
-The plain implementation is `attention.attend`.
+A sink is a logit of each query head that takes its share of the softmax and has no value. It is in the
+log-sum-exp, so the backward need not know of it. The backward over keys sums over the query heads that share
+a kv head, and stores the slopes (the gradients to the scores) for the backward over queries, unless they take
+too much memory. The order of every sum is fixed. The plain implementation is `attention.attend`.
 
 Shapes: T tokens, H query heads, G kv heads, C head dim. Logarithms are to base 2.
 """
@@ -127,17 +128,28 @@ def _look(
     return total, best, mass
 
 
+@triton.jit
+def start_of_softmax(sinks, head, SHAPE: tl.constexpr, SINKS: tl.constexpr):
+    """The highest score so far and the sum of exp2 below it: of the sinks of `head`, or of nothing."""
+    if SINKS:
+        best = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 + tl.zeros(SHAPE, tl.float32)
+        mass = tl.full(SHAPE, 1.0, tl.float32)
+    else:
+        best, mass = tl.full(SHAPE, float("-inf"), tl.float32), tl.zeros(SHAPE, tl.float32)
+    return best, mass
+
+
 @launched
 @triton.jit
 def _forward(
-    q, k, v, out, lse, cells, tiles, T, scale,
+    q, k, v, sinks, out, lse, cells, tiles, T, scale, SINKS: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     head, _, first, length, at, query, place, inside = _program(cells, tiles, H, C, BLOCK_M, BLOCK_C)
     queries = load(q + place, inside)
     kv = first * (G * C) + head // (H // G) * C
-    best, mass = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    best, mass = start_of_softmax(sinks, head, (BLOCK_M,), SINKS)
     total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
     low, end = 0, tl.minimum(at + BLOCK_M, length)
     whole = at // BLOCK_N * BLOCK_N  # keys before it are seen by every query of the tile
@@ -316,16 +328,17 @@ def _warps(head_dim: int) -> int:
 
 
 def forward(
-    q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, tiles: AttentionTiles, window: int | None
-) -> tuple[Tensor, Tensor]:
+    q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, tiles: AttentionTiles, window: int | None,
+    sinks_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The attention's output and, for the backward, each query's log-sum-exp [H, T]."""
     (tokens, h, c), g = q_THC.shape, k_TGC.shape[1]
     out, lse = torch.empty_like(q_THC), torch.empty(h, tokens, dtype=torch.float32, device=q_THC.device)
     count = tiles.queries.shape[1]
     _forward[(h, count)](
-        q_THC, k_TGC, v_TGC, out, lse, tiles.queries, count, tokens, c**-0.5 * LOG2E,
-        H=h, G=g, C=c, WINDOW=window or 0, BLOCK_M=TILE, BLOCK_N=64,
-        BLOCK_C=max(16, power_of_2(c)), num_warps=_warps(c), num_stages=3 if c <= 128 else 2,
+        q_THC, k_TGC, v_TGC, q_THC if sinks_H is None else sinks_H, out, lse, tiles.queries, count, tokens,
+        c**-0.5 * LOG2E, SINKS=sinks_H is not None, H=h, G=g, C=c, WINDOW=window or 0, BLOCK_M=TILE,
+        BLOCK_N=64, BLOCK_C=max(16, power_of_2(c)), num_warps=_warps(c), num_stages=3 if c <= 128 else 2,
     )  # fmt: skip
     return out, lse
 

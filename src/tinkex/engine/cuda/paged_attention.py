@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.cuda.launch import PDL, launched, load, power_of_2, wait_for_previous
-from tinkex.engine.cuda.packed_attention import LOG2E, sum_mma_rows
+from tinkex.engine.cuda.packed_attention import LOG2E, start_of_softmax, sum_mma_rows
 
 _MANY = 1024  # tiles times kv heads that fill the device with programs of one warp
 
@@ -148,7 +148,7 @@ def _pages(pages, start, newest, PAGES: tl.constexpr, PAGE: tl.constexpr):
 @launched
 @triton.jit(do_not_specialize=["tiles", "stride_table"])
 def _decode(
-    q, k, v, k_pool, v_pool, out, cells, tiles, table, stride_table, scale,
+    q, k, v, k_pool, v_pool, sinks, out, cells, tiles, table, stride_table, scale, SINKS: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_C: tl.constexpr, PAGES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -176,7 +176,8 @@ def _decode(
         first = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
         inner = first // ROUND * ROUND
         outer = inner + (position - inner) // ROUND * ROUND
-        best, mass = tl.full((HEADS,), float("-inf"), tl.float32), tl.zeros((HEADS,), tl.float32)
+        of_sinks = kv_head * (H // G) + tl.where(have_h, head, 0)
+        best, mass = start_of_softmax(sinks, of_sinks, (HEADS,), SINKS)
         state, pools = (tl.zeros((BLOCK_C, HEADS), tl.float32), best, mass), (k_pool, v_pool, new_k, new_v)
         if WINDOW > 0:
             whole = tl.minimum(tl.cdiv(first, ROUND) * ROUND, outer)
@@ -209,7 +210,7 @@ def _decode(
 @launched
 @triton.jit(do_not_specialize=["tiles", "stride_table"])
 def _attend(
-    q, k, v, k_pool, v_pool, out, lse, cells, tiles, table, stride_table, scale,
+    q, k, v, k_pool, v_pool, sinks, out, lse, cells, tiles, table, stride_table, scale, SINKS: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     KEYS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -228,8 +229,10 @@ def _attend(
         first = tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
         span = tl.maximum(tl.cdiv(tl.cdiv(last - first, KEYS), SPLITS) * KEYS, MIN_SPLIT)
         new = (row.to(tl.int64) * G + kv_head) * C
-        best = tl.full((TOKENS * HEADS,), float("-inf"), tl.float32)
-        mass = tl.zeros((TOKENS * HEADS,), tl.float32)
+        of_sinks = kv_head * (H // G) + tl.where(head < H // G, head, 0)
+        best, mass = start_of_softmax(sinks, of_sinks, (TOKENS * HEADS,), SINKS)
+        if SINKS and SPLITS > 1:  # the first split has them
+            best, mass = tl.where(split == 0, best, float("-inf")), tl.where(split == 0, mass, 0.0)
         total = tl.zeros((TOKENS * HEADS, BLOCK_C), tl.float32)
         for start in range(first + split * span, tl.minimum(first + (split + 1) * span, last), KEYS):
             key = start + l
@@ -292,13 +295,13 @@ def _loop(queries: Queries, head_dim: int, rows: int) -> tuple[int, int, int]:
 
 def attend(
     q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, k_pool: Tensor, v_pool: Tensor, queries: Queries,
-    slots_T: Tensor, page: int, window: int | None,
+    slots_T: Tensor, page: int, window: int | None, sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of every query over its sequence's keys up to its own, `window` of them if given.
 
-    New keys and values are stored in `slots_T` of the pools: tiles of one token do that themselves, into the
-    slot that the page table has. The second result, for larger tiles only, is every query's log-sum-exp
-    [T, H] to base 2.
+    `sinks_H` are the heads' sinks. New keys and values are stored in `slots_T` of the pools: tiles of one
+    token do that themselves, into the slot that the page table has. The second result, for larger tiles only,
+    is every query's log-sum-exp [T, H] to base 2.
     """
     (tokens, h, c), g, splits = q_THC.shape, k_TGC.shape[1], queries.splits
     if queries.tokens > 1:
@@ -307,9 +310,10 @@ def attend(
     parts = torch.empty(tokens, h, splits, c, dtype=torch.float32, device=out.device) if splits > 1 else out
     lse = torch.empty(tokens, h, splits, dtype=torch.float32, device=out.device)
     block_c, count = max(16, power_of_2(c)), queries.tiles.shape[1]
-    tensors = (q_THC, k_TGC, v_TGC, k_pool, v_pool)
+    tensors = (q_THC, k_TGC, v_TGC, k_pool, v_pool, q_THC if sinks_H is None else sinks_H)
     seen = (queries.tiles, count, queries.table_BN, queries.table_BN.stride(0), c**-0.5 * LOG2E)
     shape = {"H": h, "G": g, "C": c, "PAGE": page, "WINDOW": window or 0, "BLOCK_C": block_c}
+    shape["SINKS"] = sinks_H is not None
     heads, exact = power_of_2(h // g), queries.min_split_keys > 0
     if queries.tokens == 1 and count * g >= _MANY:
         _decode[(count, g)](

@@ -128,7 +128,7 @@ class CapturedPrefill:
     def __init__(self, decoder: Decoder, cache: KVCache, limits: StepLimits, graphs: DecodeGraphs) -> None:
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
         self._sequences = limits.sequences
-        weight, parameters = decoder.unembed_weight, sum(p.numel() for p in decoder.parameters())
+        weight, parameters = decoder.unembed_weight, decoder.parameter_count
         self.rows = largest(parameters, limits.tokens)
         self._slots = AdapterSlots(decoder, limits.sequences)
         self.min_split_keys = self._slots.min_split_keys

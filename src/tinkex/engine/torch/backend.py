@@ -80,6 +80,7 @@ class Backend:
 
     elementwise: ModuleType = plain  # of a decoder: the functions of `plain`
     invariant = False  # batch-invariant: a row's result is bitwise identical whatever other rows there are
+    reads_codes = False  # quantised weights are to be kept as kernels read them
     clears_pages = True  # attention multiplies masked keys by 0, so reused pages must hold no NaN
 
     logprob_chunk = staticmethod(logprob_chunk)

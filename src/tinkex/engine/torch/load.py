@@ -94,7 +94,7 @@ def fill(
             f"{source}: the weights do not fit config.json ({config.arch}); "
             f"missing: {_some(missing)}; unexpected: {_some(unexpected)}. Are both whole, and of one model?"
         )
-    decoder.settle()
+    decoder.settle(decoder.backend.reads_codes)
     return decoder
 
 
@@ -144,9 +144,7 @@ def empty_decoder(
     config: ModelConfig, device: str | torch.device, dtype: torch.dtype, *, quantised: bool = False
 ) -> Decoder:
     with torch.device("meta"):  # shapes only, so that memory is taken once, in the right dtype and place
-        decoder = Decoder(
-            config, choose_backend(device, dtype, kernels=config.kernels_serve and not quantised)
-        )
+        decoder = Decoder(config, choose_backend(device, dtype, kernels=config.kernels_serve))
         if quantised:
             decoder.quantise(dtype)
     # What `to_empty` does, which goes by way of torch's symbolic shapes and imports half a second of sympy.

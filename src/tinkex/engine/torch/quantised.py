@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,19 +32,21 @@ NF4 = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
     1.0,
 )  # fmt: skip
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True, eq=False)
 class QuantisedWeight:
     """[O, I] or a stack [E, O, I] of them: (value of the code - zero) * scale of its block * factor."""
 
-    codes: Tensor  # with a table: uint8 […, O, I/2], the even column in the low bits; else [..., O, I]
+    codes: Tensor  # with a table: uint8 […, O, I/2], the even column in the low bits; else […, O, I]
     scale: Tensor  # […, blocks of rows, blocks of columns]
     block: tuple[int, int]  # rows and columns of a block; the last ones may be cut short
     table: Tensor | None = None  # the values of the 16 codes
     zero: Tensor | None = None  # like `scale`
     factor: float = 1.0
     transposed: bool = False  # its user expects […, I, O]
+    halves: bool = False  # with a table: a block's first columns are in the low bits, the others in the high
 
     def __post_init__(self) -> None:
         grid = tuple(-(-n // step) for n, step in zip(self._stored[-2:], self.block, strict=True))
@@ -72,6 +75,17 @@ class QuantisedWeight:
     def device(self) -> torch.device:
         return self.codes.device
 
+    @cached_property
+    def kind(self) -> str:
+        """What its codes are: "nf4", "fp4", "table" (others of 4 bits), "fp8" (e4m3), "int8", or "other"."""
+        if self.table is not None:
+            known = {"nf4": NF4, "fp4": FP4} if self.zero is None else {}
+            table = self.table.float().cpu()
+            found = (name for name, values in known.items() if torch.equal(table, torch.tensor(values)))
+            return next(found, "table")
+        kinds = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"} if self.zero is None else {}
+        return kinds.get(self.codes.dtype, "other")
+
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -82,10 +96,13 @@ class QuantisedWeight:
 
     def select(self, rows: slice) -> QuantisedWeight | Tensor:
         """These rows of a matrix, or of every one of a stack; expanded if their blocks would be torn."""
-        if self.transposed or self.block[0] > 1:
+        high, (start, stop, step) = self.block[0], rows.indices(self._stored[-2])
+        if self.transposed or (high > 1 and (step != 1 or start % high or stop % high)):
             return self.expand()[..., rows, :]
-        zero = None if self.zero is None else self.zero[..., rows, :]
-        return replace(self, codes=self.codes[..., rows, :], scale=self.scale[..., rows, :], zero=zero)
+        of_scale = rows if high == 1 else slice(start // high, stop // high)
+        zero = None if self.zero is None else self.zero[..., of_scale, :]
+        scale = self.scale[..., of_scale, :]
+        return replace(self, codes=self.codes[..., rows, :], scale=scale, zero=zero)
 
     def transpose(self) -> QuantisedWeight:
         """Of every matrix."""
@@ -96,6 +113,16 @@ class QuantisedWeight:
         return replace(
             self, codes=move(self.codes), scale=move(self.scale), zero=move(self.zero), table=move(self.table)
         )
+
+    def for_kernels(self, dtype: torch.dtype) -> QuantisedWeight:
+        """With scales in `dtype`, and in halves if its blocks are whole."""
+        scale = (self.scale.float() * self.factor).to(dtype)
+        wide = self.block[1]
+        if self.kind not in ("nf4", "fp4") or self._stored[-1] % wide or self.halves:
+            return replace(self, scale=scale, factor=1.0)
+        blocks = self.codes.unflatten(-1, (-1, wide // 2))
+        low, high = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).chunk(2, dim=-1)
+        return replace(self, codes=(low | high << 4).flatten(-2), scale=scale, factor=1.0, halves=True)
 
     def expand(self) -> Tensor:
         """All values in fp32."""
@@ -127,11 +154,33 @@ class QuantisedWeight:
         if self.table is not None:  # both values of a byte at once
             byte = torch.arange(256, device=codes.device)
             pairs = torch.stack([self.table[byte & 15], self.table[byte >> 4]], dim=1)
-            return F.embedding(codes.int(), pairs).flatten(1)
+            values = F.embedding(codes.int(), pairs)
+            if self.halves:
+                values = values.unflatten(1, (-1, self.block[1] // 2)).transpose(2, 3).contiguous()
+            return values.flatten(1)
         if codes.dtype == torch.float8_e4m3fn and codes.device.type == "cpu":  # three times as fast as a cast
             bits = codes.view(torch.uint8).to(torch.int32)
             return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).view(torch.float32).mul_(2.0**120)
         return codes.float()
+
+
+def united(parts: Sequence[QuantisedWeight | Tensor]) -> QuantisedWeight | None:
+    """Matrices stacked along the output as one; None if they are not of one form."""
+    first = parts[0]
+    if not isinstance(first, QuantisedWeight):
+        return None
+    form = lambda w: (w.codes.dtype, w.codes.shape[1:], w.block, w.zero is None, w.factor, w.kind, w.halves)  # noqa: E731
+    whole: list[QuantisedWeight] = []
+    for part in parts:
+        if not isinstance(part, QuantisedWeight) or form(part) != form(first) or part.transposed:
+            return None
+        same = part.kind != "table" or torch.equal(part.table, first.table)  # type: ignore[arg-type]
+        if not same or part.shape[0] % part.block[0]:
+            return None
+        whole.append(part)
+    zeros = [part.zero for part in whole if part.zero is not None]
+    codes, scale = torch.cat([part.codes for part in whole]), torch.cat([part.scale for part in whole])
+    return replace(first, codes=codes, scale=scale, zero=torch.cat(zeros) if zeros else None)
 
 
 class QuantisedMatrix:
@@ -144,6 +193,7 @@ class QuantisedMatrix:
         self._outs, self._columns, self._dtype = outs, columns, dtype
         self._parts: dict[int, QuantisedWeight | Tensor] = {}
         self._turned = False
+        self.whole: QuantisedWeight | None = None  # all parts as one, once `unite` has made it
 
     @property
     def shape(self) -> torch.Size:
@@ -182,6 +232,24 @@ class QuantisedMatrix:
         else:
             self._parts[index] = weight.to(device)
 
+    @property
+    def parts(self) -> list[QuantisedWeight | Tensor]:
+        return [part for _, part in sorted(self._parts.items())]
+
+    def unite(self, whole: QuantisedWeight | None = None) -> None:
+        """Keep all parts as one weight, as kernels read it, if they are of one form: `whole`, if given."""
+        if whole is None:
+            for index, part in self._parts.items():
+                if isinstance(part, QuantisedWeight):
+                    self._parts[index] = part.for_kernels(self._dtype)
+            whole = united(self.parts)
+        if whole is None:
+            return
+        self.whole, start = whole, 0
+        for index, count in enumerate(self._outs):
+            self._parts[index] = whole.select(slice(start, start + count))
+            start += count
+
     def plain(self) -> Tensor | None:
         """The weight, if no part of it is quantised."""
         parts = [part for _, part in sorted(self._parts.items()) if isinstance(part, Tensor)]
@@ -204,6 +272,42 @@ class QuantisedMatrix:
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The same as autograd sees it: a gradient to x alone."""
         return _QuantisedLinear.apply(x, self, bias) if x.requires_grad else self.product(x, bias)  # type: ignore[return-value]
+
+
+class QuantisedStack(Sequence[QuantisedMatrix]):
+    """The matrices of a layer's experts, which take the place of a stacked weight [E, O, I]."""
+
+    def __init__(self, count: int, outs: Sequence[int], columns: int, dtype: torch.dtype) -> None:
+        self._matrices = [QuantisedMatrix(outs, columns, dtype) for _ in range(count)]
+        self.whole: QuantisedWeight | None = None  # [E, O, I], once `unite` has made it
+
+    def __len__(self) -> int:
+        return len(self._matrices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._matrices[index]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self), *self._matrices[0].shape))
+
+    def plain(self) -> Tensor | None:
+        """The stacked weight, if no part of it is quantised."""
+        found = [matrix.plain() for matrix in self._matrices]
+        weights = [weight for weight in found if weight is not None]
+        return torch.stack(weights) if len(weights) == len(found) else None
+
+    def unite(self) -> None:
+        """Keep all matrices as one weight, as kernels read it, if they are of one form."""
+        for matrix in self._matrices:
+            matrix.unite()
+        each = [matrix.whole for matrix in self._matrices if matrix.whole is not None]
+        if len(each) < len(self) or (rows := united(each)) is None:
+            return
+        split = lambda part: None if part is None else part.unflatten(0, (len(self), -1))  # noqa: E731
+        self.whole = replace(rows, codes=split(rows.codes), scale=split(rows.scale), zero=split(rows.zero))
+        for i, matrix in enumerate(self._matrices):
+            matrix.unite(self.whole[i])
 
 
 def _tiles(part: QuantisedWeight | Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:

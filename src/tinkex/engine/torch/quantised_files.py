@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tinkex.engine.torch.quantised import QuantisedWeight
+from tinkex.engine.torch.quantised import FP4, QuantisedWeight
 from tinkex.errors import InvalidInputError
 
 LOADABLE = (
@@ -45,7 +45,6 @@ _CODES = (
 _BESIDE = ("_scale_inv", "_scale", "_scale_2", "_zero_point", ".absmax", ".quant_map", ".nested_absmax",
            ".nested_quant_map", ".quant_state.bitsandbytes__nf4",
            ".quant_state.bitsandbytes__fp4")  # fmt: skip
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where eight neighbouring channels lie in a word, from its low bits
 
 
@@ -206,7 +205,7 @@ def _floats(scale: Tensor) -> Tensor:
 
 def _mxfp4(blocks: Tensor, scales: Tensor) -> QuantisedWeight:
     """[…, out, in/32, 16] bytes; its users expect […, in, out]."""
-    return QuantisedWeight(blocks.flatten(-2), _floats(scales), (1, 32), torch.tensor(_FP4), transposed=True)
+    return QuantisedWeight(blocks.flatten(-2), _floats(scales), (1, 32), torch.tensor(FP4), transposed=True)
 
 
 def _fp4(codes: Tensor, parts: Mapping[str, Tensor]) -> QuantisedWeight:
@@ -217,7 +216,7 @@ def _fp4(codes: Tensor, parts: Mapping[str, Tensor]) -> QuantisedWeight:
     elif "_scale_2" in parts:
         factor = float(parts["_scale_2"].reshape(-1)[0])
     block = (1, 2 * codes.shape[-1] // scale.shape[-1])
-    return QuantisedWeight(codes, scale, block, torch.tensor(_FP4), factor=factor)
+    return QuantisedWeight(codes, scale, block, torch.tensor(FP4), factor=factor)
 
 
 def _pack_quantized(codes: Tensor, parts: Mapping[str, Tensor]) -> Tensor | QuantisedWeight:

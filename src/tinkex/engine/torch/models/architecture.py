@@ -278,11 +278,11 @@ class ExpertsConfig:
 
     @property
     def plain(self) -> bool:
-        """Whether experts are SwiGLU alone."""
+        """Whether experts are SwiGLU alone, clamped or not."""
         return (
-            self.activation == "silu"
+            (self.activation == "silu" or isinstance(self.activation, ClampedSwiGlu))
             and self.gated
-            and not (self.bias or self.shared or self.latent_width)
+            and not (self.shared or self.latent_width)
             and not (self.norms or self.router.norm or self.router.expert_scale or self.router.on_input)
         )
 
@@ -393,7 +393,7 @@ class ModelConfig:
         first, mixers = attention[0], [layer.mixer for layer in self.stack]
         like = AttentionConfig(
             first.heads, first.kv_heads, first.head_dim, first.rope, None, first.qk_norm,
-            first.qkv_bias, first.o_bias, gate=first.gate,
+            first.qkv_bias, first.o_bias, sinks=first.sinks, gate=first.gate,
         )  # fmt: skip
         dense = [layer.mlp for layer in self.stack if isinstance(layer.mlp, MlpConfig)]
         experts = [layer.mlp for layer in self.stack if isinstance(layer.mlp, ExpertsConfig)]

@@ -29,8 +29,11 @@ class Block(nn.Module):
         """Where those matrices take each weight, by their Hugging Face names."""
         return {}
 
-    def settle(self) -> None:
-        """Have plain weights again where the matrices were filled with plain ones alone."""
+    def settle(self, for_kernels: bool = False) -> None:
+        """Have plain weights again where the matrices were filled with plain ones alone.
+
+        `for_kernels`: other matrices are kept as kernels read them.
+        """
 
 
 def frozen_parameter(*shape: int) -> nn.Parameter:

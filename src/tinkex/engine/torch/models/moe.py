@@ -23,7 +23,7 @@ from tinkex.engine.torch.models.architecture import ClampedSwiGlu, ExpertsConfig
 from tinkex.engine.torch.models.block import Block, Slot, frozen_parameter
 from tinkex.engine.torch.models.mlp import Mlp, activated
 from tinkex.engine.torch.models.projection import Projection, total
-from tinkex.engine.torch.quantised import QuantisedMatrix
+from tinkex.engine.torch.quantised import QuantisedStack
 
 
 class Routing(NamedTuple):
@@ -50,7 +50,7 @@ class ExpertMlp(Block):
         self.router_scale = frozen_parameter(model.width) if router.norm else None
         self.expert_scale = frozen_parameter(count) if router.expert_scale else None
         rows = (2 if config.gated else 1) * inner
-        self.gate_up: Any = frozen_parameter(count, rows, self.width)  # or a list of `QuantisedMatrix`
+        self.gate_up: Any = frozen_parameter(count, rows, self.width)  # or a `QuantisedStack`
         self.down: Any = frozen_parameter(count, self.width, inner)
         self.gate_up_bias = frozen_parameter(count, rows) if config.bias else None
         self.down_bias = frozen_parameter(count, self.width) if config.bias else None
@@ -205,8 +205,8 @@ class ExpertMlp(Block):
         del self.gate_up, self.down
         count, inner = self.experts.count, self.experts.width
         outs = [inner] * (2 if self.experts.gated else 1)
-        self.gate_up = [QuantisedMatrix(outs, self.width, dtype) for _ in range(count)]
-        self.down = [QuantisedMatrix([self.width], inner, dtype) for _ in range(count)]
+        self.gate_up = QuantisedStack(count, outs, self.width, dtype)
+        self.down = QuantisedStack(count, [self.width], inner, dtype)
 
     def slots(self) -> dict[str, Slot]:
         if isinstance(self.gate_up, Tensor):
@@ -218,16 +218,16 @@ class ExpertMlp(Block):
             found |= {f"{self.name}.experts.{i}.{part}.weight": slot for part, slot in places.items()}
         return found
 
-    def settle(self) -> None:
+    def settle(self, for_kernels: bool = False) -> None:
         if isinstance(self.gate_up, Tensor):
             return
-        stacks = [[matrix.plain() for matrix in matrices] for matrices in (self.gate_up, self.down)]
-        plain = [[weight for weight in weights if weight is not None] for weights in stacks]
-        if all(len(weights) == self.experts.count for weights in plain):
+        gate_up, down = self.gate_up.plain(), self.down.plain()
+        if gate_up is not None and down is not None:
             del self.gate_up, self.down
-            self.gate_up, self.down = (
-                nn.Parameter(torch.stack(weights), requires_grad=False) for weights in plain
-            )
+            self.gate_up, self.down = (nn.Parameter(w, requires_grad=False) for w in (gate_up, down))
+        elif for_kernels:
+            self.gate_up.unite()
+            self.down.unite()
 
     def sites(self) -> Sites:
         """As hosted Tinker names them: w1 is gate, or up where there is no gate; w2 down; w3 up."""

@@ -59,10 +59,14 @@ class Projection(Block):
             return {}
         return {f"{part.name}.weight": (self.weight, i) for i, part in enumerate(self.stored)}
 
-    def settle(self) -> None:
-        if not isinstance(self.weight, Tensor) and (plain := self.weight.plain()) is not None:
+    def settle(self, for_kernels: bool = False) -> None:
+        if isinstance(self.weight, Tensor):
+            return
+        if (plain := self.weight.plain()) is not None:
             del self.weight
             self.weight = nn.Parameter(plain.t().contiguous().t(), requires_grad=False)
+        elif for_kernels:
+            self.weight.unite()
 
     def sites(self) -> Sites:
         return {self.site: (self.in_features, self.parts)}

@@ -55,7 +55,7 @@ class DecoderWeights(Block):
     @property
     def kernels_serve(self) -> bool:
         """Whether kernels that read the weights themselves compute it on a GPU."""
-        return self.config.kernels_serve and not self.slots()
+        return self.config.kernels_serve
 
     def quantise(self, dtype: torch.dtype) -> None:
         for block in self._blocks():
@@ -64,9 +64,9 @@ class DecoderWeights(Block):
     def slots(self) -> dict[str, Slot]:
         return {name: slot for block in self._blocks() for name, slot in block.slots().items()}
 
-    def settle(self) -> None:
+    def settle(self, for_kernels: bool = False) -> None:
         for block in self._blocks():
-            block.settle()
+            block.settle(for_kernels)
 
     def _matrices(self) -> set[QuantisedMatrix]:
         return {matrix for matrix, _ in self.slots().values()}
