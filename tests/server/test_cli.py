@@ -187,7 +187,7 @@ def test_a_signal_while_models_are_loaded_ends_it_and_frees_the_home(
         (["--model", "a:b=."], "must have no colon"),
         (["--model", "m=.", "--model", "m=.."], "two models are called 'm'"),
         (["--model", "m=.", "--engine", "fake", "--host", "0.0.0.0"], "tinkex server keys add"),
-        (["--model", "m=.", "--engine", "fake", "--host", "nohost.invalid"], "only this machine may connect"),
+        (["--model", "m=.", "--engine", "fake", "--host", "nohost.invalid"], "is no address of this machine"),
         (["--model", "m=.", "--engine", "fake", "--public-url", "nowhere"], "must look like"),
         (
             ["--model", "m=.", "--engine", "fake", "--public-url", "https://t.org"],
