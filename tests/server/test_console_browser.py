@@ -119,6 +119,7 @@ def test_a_runs_curves_grow_while_it_is_watched(tab: Tab, trainers: list[Trainer
     page = tab.go(f"/console/runs/{run.model_id}")
     page.wait_for_selector("figure canvas")
     page.wait_for_selector("text=live")
+    page.wait_for_selector("figcaption >> text=Tokens per second")  # from the second step on
     titles = page.locator("figcaption").all_inner_texts()
     for wanted in ("Loss", "reward", "KL sampler", "Entropy", "Gradient norm", "Learning rate", "Tokens per"):
         assert any(title.startswith(wanted) for title in titles), (wanted, titles)
