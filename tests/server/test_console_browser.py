@@ -236,9 +236,12 @@ def test_two_models_answer_side_by_side(tab: Tab, trainers: list[Trainer]) -> No
     expect(page.locator("#as-tokens pre")).to_contain_text("<b>hello</b>")
     page.click("text=Sample")
     expect(page.locator("#answers article")).to_have_count(2)
-    expect(page.locator("#answers")).to_contain_text("ended by")
-    page.locator("#answers article").nth(0).locator(".tokens span").first.hover()
-    expect(page.locator(".tip")).to_contain_text("%")
+    for card in page.locator("#answers article").all():
+        expect(card).to_contain_text("ended by")
+    first = page.locator("#answers article").nth(0).locator(".tokens span").first
+    if tab.look != "narrow":  # a phone has no pointer to hover with
+        first.hover()
+        expect(page.locator(".tip")).to_contain_text("%")
     page.click("text=Copy as curl")
     expect(page.locator("#code pre")).to_contain_text("/v1/completions")
     finish(tab, "playground")
