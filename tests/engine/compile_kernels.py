@@ -212,7 +212,7 @@ def quantised(kind: str, *shape: int) -> QuantisedWeight:
 def packed(kind: str) -> None:
     weight = quantised(kind, 5760, 2880)
     packed_weights.expand(weight, torch.bfloat16)
-    for rows in (1, 64, 128) if kind != "table" else ():
+    for rows in (1, 64, 128, 256) if kind != "table" else ():
         packed_weights.product(some(rows, 2880), weight)
     if kind not in ("fp4", "fp8"):
         return
@@ -225,13 +225,12 @@ def packed(kind: str) -> None:
         lora = expert_kernels.ExpertSite(at, some(tokens, dtype=INT32))
         x, u, acts = some(tokens, 2880), some(1, tokens, 64), expert_kernels.Activation(*activation)
         h = packed_experts.gate_up(x, stack, some(4, 5760), acts, rows, u, lora)
-        packed_experts.product(h, down, some(4, 2880), rows)
+        of_down = expert_kernels.ExpertSite(SiteAdapters(table, tiles, 9, 2880, [2880]), lora.slots_T)
+        packed_experts.product(h, down, some(4, 2880), rows, of_down)
         wide, kept = some(4, 2880, 2880), some(len(h), 5760)
         expert_kernels.gate_up(x, some(4, 5760, 2880), rows, u, lora, True, some(4, 5760), acts)
         expert_kernels.product(h, wide, rows, some(4, 2880))
-        weights = some(tokens, 4)
-        rows = rows._replace(place_N=some(4 * tokens, dtype=INT32))
-        expert_kernels.down_backward(x, wide, rows, kept, weights, None, None, some(4, 2880), acts)
+        expert_kernels.activate_backward(h, kept, rows, some(tokens, 4, dtype=FP32), acts)
 
 
 if __name__ == "__main__":
