@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
 from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.models import architecture
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.sequences import PublishedAdapter
 from tinkex.engine.torch.trainer import TorchTrainer
@@ -28,6 +30,15 @@ from tests.engine.cuda_batch import new_batch, published, submit
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unproven() -> Iterator[None]:
+    """These are the tests that prove them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(architecture, "UNPROVEN", True)
+        yield
+
 
 SHAPE = {"linear_value_head_dim": 16, "max_position_embeddings": 1024}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
 from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.models import architecture
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.sequences import PublishedAdapter
 from tinkex.engine.torch.trainer import TorchTrainer
@@ -26,6 +29,16 @@ from tests.engine.cuda_batch import new_batch, published, submit
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unproven() -> Iterator[None]:
+    """These are the tests that prove them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(architecture, "UNPROVEN", True)
+        yield
+
+
 MODELS = [("qwen3", "nf4"), ("qwen2", "fp8"), ("qwen3", "int8"), ("gpt_oss", "none"), ("gpt_oss", "nf4")]
 
 
