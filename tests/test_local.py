@@ -204,7 +204,7 @@ def test_clients_of_one_home_share_one_service(tmp_path: Path, capsys: pytest.Ca
     settings = Settings(home=tmp_path / "home")
     first, second = local.connection(settings), local.connection(settings)
     assert first.transport is second.transport
-    assert capsys.readouterr().err.count("tinkex:") == 1
+    assert capsys.readouterr().err.count("tinkex: no API key") == 1
 
 
 # -- which models there are ------------------------------------------------------------------------------

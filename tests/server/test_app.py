@@ -208,7 +208,6 @@ def test_asking_how_large_an_archive_is_reads_none_of_it(
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
         ("GET", "/api/v1/nothing", 404),
         ("GET", "/api/v1/healthz/", 404),
         ("GET", "/api/v1/asample", 405),

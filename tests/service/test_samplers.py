@@ -441,6 +441,8 @@ OTHERWISE: dict[str, Any] = {
     "prompt_logprobs_last_n": 2, "record_stability_info": True,
     "target_prompt_logprobs": TensorData.from_numpy(np.arange(6).reshape(3, 2)),
     "max_tokens": 3, "seed": 1, "stop": ["a"], "temperature": 0.5, "top_k": 3, "top_p": 0.5,
+    "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "min_p": 0.1,
+    "min_tokens": 2, "ignore_eos": True, "logit_bias": {5: 1.0}, "grammar": {"regex": "a"},
 }  # fmt: skip
 
 

@@ -436,6 +436,7 @@ PATTERNS: list[tuple[str, re.Pattern[str], Handler]] = [
         ("POST", API + r"sessions/([^/]+)/finish", Api.finish_session),
         ("PUT", API + r"sessions/([^/]+)/project", Api.nothing),
         ("DELETE", API + r"sessions/([^/]+)", Api.nothing),
+        ("DELETE", API + r"training_runs/([^/]+)", Api.nothing),
         ("GET", API + r"sessions/([^/]+)/trace_export", Api.trace_export),
         ("GET", API + r"sessions/([^/]+)", Api.get_session),
         ("GET", API + r"samplers/([^/]+)", Api.get_sampler),

@@ -15,7 +15,7 @@ def number(value: float | None) -> str:
     """A number in few characters.
 
     >>> [number(v) for v in (None, 0, 12, 0.12345, 1234567, 2e-5)]
-    ['–', '0', '12', '0.1234', '1.23M', '2e-05']
+    ['–', '0', '12', '0.1235', '1.23M', '2e-05']
     """
     if value is None or not math.isfinite(value):
         return "–"
