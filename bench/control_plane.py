@@ -4,7 +4,8 @@
 
 Servers of the fake engine, a Postgres and an S3 server (SeaweedFS) on this machine: what is measured is the
 control plane, not compute. Requests are optimizer steps and passes of one token of many clients, each
-acknowledged by the ledger and the journal. Stalls are the servers' own `tinkex_loop_stall_seconds`.
+acknowledged by the ledger and the journal. Stalls are the servers' own `tinkex_loop_stall_seconds`. A
+takeover lasts until the lease has another owner; the first result after it is not timed.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from tinkex.engine.cuda import (
     delta_kernels,
     elementwise,
     expert_kernels,
+    expert_routing,
     fused_projection,
     gated_heads,
     invariant_product,
@@ -168,11 +169,11 @@ def paged(groups: int, dim: int, window: int | None, sinks: Tensor | None = None
 def experts(tokens: int, rank: int, count: int, best: int) -> None:
     width, inner = 2048, 768
     logits, slots = some(tokens, count, dtype=FP32), some(tokens, dtype=INT32)
-    for score in expert_kernels.SCORES:
-        weight_TK, ids, rows = expert_kernels.route(logits, None, best, score, True, 1.0)
-    expert_kernels.place(ids, count)
-    expert_kernels.slots_of(some(6, 4, dtype=INT32), tokens, 64)
-    bounds = expert_kernels.bounds_of(rows, some(2, dtype=INT32))
+    for score in expert_routing.SCORES:
+        weight_TK, ids, rows = expert_routing.route(logits, None, best, score, True, 1.0)
+    expert_routing.place(ids, count)
+    expert_routing.slots_of(some(6, 4, dtype=INT32), tokens, 64)
+    bounds = expert_routing.bounds_of(rows, some(2, dtype=INT32))
     x, kept = some(tokens, width), some(tokens * best, 2 * inner)
     gate_up, down_weight = some(count, 2 * inner, width), some(count, width, inner)
     expert_kernels.combine(some(tokens * best, width), weight_TK, rows)
@@ -218,7 +219,7 @@ def packed(kind: str) -> None:
         return
     stack, down, activation = quantised(kind, 4, 5760, 2880), quantised(kind, 4, 2880, 2880), (True, 1.7, 7.0)
     for tokens in (1, 64):
-        rows = expert_kernels.place(some(tokens, 4, dtype=INT32), 32)
+        rows = expert_routing.place(some(tokens, 4, dtype=INT32), 32)
         table = AdapterTable(some(3, 64, dtype=INT64), some(3, dtype=FP32), 32, vectors=True)
         tiles = RowTiles(some(6, 4, dtype=INT32), 64)
         at = SiteAdapters(table, tiles, 5, 2880, [2880, 2880])

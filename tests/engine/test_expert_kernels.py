@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tests.engine.plain_lora import PlainLora
-from tinkex.engine.cuda import expert_kernels as kernel
+from tinkex.engine.cuda import expert_routing as routing
 from tinkex.engine.cuda import packed_experts
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.torch.adapters import Adapter
@@ -58,9 +58,9 @@ def test_routing_equals_the_plain_one(router: RouterConfig, tokens: int) -> None
 def test_rows_are_sorted_by_expert_and_tiles_cover_them(tokens: int, routed: bool) -> None:
     logits = random(tokens, COUNT, dtype=torch.float32)
     logits[:, 5] = -9.0  # one that nobody chooses
-    _, chosen, rows = kernel.route(logits, None, BEST, "softmax", True, 1.0)
+    _, chosen, rows = routing.route(logits, None, BEST, "softmax", True, 1.0)
     if not routed:
-        rows = kernel.place(chosen, COUNT)
+        rows = routing.place(chosen, COUNT)
     flat, tile = chosen.flatten().long(), rows.tile
     order = flat.sort(stable=True).indices
     assert torch.equal(rows.order_N.long(), order)
@@ -81,7 +81,7 @@ def test_experts_with_adapters_and_their_gradients(
     segments: list[tuple[int | None, int]], tile: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if tile is not None:
-        monkeypatch.setattr(kernel, "tile_rows", lambda rows, count: tile)
+        monkeypatch.setattr(routing, "tile_rows", lambda rows, count: tile)
     check_gradients(experts(RouterConfig()), segments)
 
 
@@ -133,7 +133,7 @@ def test_clamped_and_quantised_experts_without_gradients(
     router = RouterConfig("softmax_of_best", bias=True)
     block = experts(router, scheme, activation=ClampedSwiGlu(1.702, 0.9), bias=True)
     if scheme != "none":
-        rows = kernel.place(torch.zeros(9, BEST, dtype=torch.int32, device=DEVICE), COUNT)
+        rows = routing.place(torch.zeros(9, BEST, dtype=torch.int32, device=DEVICE), COUNT)
         assert packed_experts.read_in_place(block.gate_up, rows) is not None
         assert packed_experts.read_in_place(block.down, rows) is not None
     check_sampling(block, segments)

@@ -26,7 +26,7 @@ from tinkex.engine.cuda import lora_kernels, packed_weights, token_kernels
 from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, column_of, usable
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
-from tinkex.engine.cuda.expert_kernels import slots_of
+from tinkex.engine.cuda.expert_routing import slots_of
 from tinkex.engine.cuda.recurrence import KernelStates
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.hooks import Frozen, LoraHook, PartialProjection, Site, Sites

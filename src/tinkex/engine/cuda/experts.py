@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.cuda import expert_kernels as kernel
+from tinkex.engine.cuda import expert_routing as routing
 from tinkex.engine.cuda import lora_gradients, lora_kernels, packed_experts
 from tinkex.engine.cuda.adapter_table import SiteAdapters
 from tinkex.engine.torch.hooks import Site
@@ -99,14 +100,14 @@ def route(experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None) -> Routing:
     if experts.router_bias is not None:
         logits_TE = logits_TE + experts.router_bias
     if known_TK is None:
-        weight_TK, known_TK, rows = kernel.route(
+        weight_TK, known_TK, rows = routing.route(
             logits_TE.detach(), experts.selection_bias, config.per_token, router.score, router.normalise,
             router.scale,
         )  # fmt: skip
         if not x_TD.requires_grad:
             return Routing(weight_TK, known_TK, rows)
     else:
-        rows = kernel.place(known_TK, config.count)
+        rows = routing.place(known_TK, config.count)
     return Routing(experts.weigh(logits_TE, known_TK.long())[0], known_TK, rows)
 
 
@@ -118,7 +119,7 @@ def _sites(weights: ExpertWeights, lora: ExpertLora | None) -> list[kernel.Exper
 
 
 def forward(
-    x_TD: Tensor, weight_TK: Tensor, rows: kernel.ExpertRows, weights: ExpertWeights,
+    x_TD: Tensor, weight_TK: Tensor, rows: routing.ExpertRows, weights: ExpertWeights,
     lora: ExpertLora | None, keep: bool,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
     """The experts' results, added up, and what `backward` needs: u of gate and up, these, and u of down."""
@@ -137,7 +138,7 @@ def forward(
 
 
 def _gate_up(
-    x_TD: Tensor, rows: kernel.ExpertRows, weights: ExpertWeights, u: Tensor | None,
+    x_TD: Tensor, rows: routing.ExpertRows, weights: ExpertWeights, u: Tensor | None,
     lora: kernel.ExpertSite | None, keep: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     how = weights.gate_up_bias, weights.activation
@@ -148,7 +149,7 @@ def _gate_up(
 
 
 def _down(
-    h_NF: Tensor, rows: kernel.ExpertRows, weights: ExpertWeights, lora: kernel.ExpertSite | None, keep: bool
+    h_NF: Tensor, rows: routing.ExpertRows, weights: ExpertWeights, lora: kernel.ExpertSite | None, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The experts' results, and u of each row."""
     if not keep and (packed := packed_experts.read_in_place(weights.down, rows)) is not None:
@@ -160,13 +161,13 @@ def _down(
 
 
 def backward(
-    grad_TD: Tensor, x_TD: Tensor, weight_TK: Tensor, rows: kernel.ExpertRows, weights: ExpertWeights,
+    grad_TD: Tensor, x_TD: Tensor, weight_TK: Tensor, rows: routing.ExpertRows, weights: ExpertWeights,
     lora: TrainedLora, saved: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add to the adapters' gradients; returns those to x and to the routing weights."""
     (u1, kept, u2_T), (up, down) = saved, _sites(weights, lora)
     assert kept is not None
-    bounds, grad_u2, grad_u1_N = kernel.bounds_of(rows, lora.segments_at), None, None
+    bounds, grad_u2, grad_u1_N = routing.bounds_of(rows, lora.segments_at), None, None
     of_rows = rows, bounds, lora.of_segments
     if down is not None and u2_T is not None:
         grad_u2 = lora_kernels.summed(lora_kernels.shrink(grad_TD, down.at.b), x_TD.dtype)
@@ -200,7 +201,7 @@ class RoutedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_TK: Tensor, anchor: Tensor, rows: kernel.ExpertRows,
+        ctx: Any, x: Tensor, weight_TK: Tensor, anchor: Tensor, rows: routing.ExpertRows,
         weights: ExpertWeights, lora: TrainedLora,
     ) -> Tensor:  # fmt: skip
         weight_TK = weight_TK.contiguous()

@@ -33,7 +33,7 @@ from tinkex.engine.cuda.adapter_table import (
     tile_rows,
     usable,
 )
-from tinkex.engine.cuda.expert_kernels import slots_of
+from tinkex.engine.cuda.expert_routing import slots_of
 from tinkex.engine.cuda.invariant_product import product
 from tinkex.engine.cuda.launch import power_of_2
 from tinkex.engine.torch.adapters import Adapter
