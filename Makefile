@@ -13,7 +13,7 @@ COOKBOOK := 0.5.8
 TORCH_OPTIONS = $$($(@D)/bin/python .ci/torch_index.py)
 FAST := not slow and not gpu and not compat and not browser
 
-.PHONY: help setup check test test-again test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env deploy-check kills power-cuts bench bench-engine bench-server bench-line bench-cluster bench-trl bench-fairness proto clean
+.PHONY: help setup check test test-again test-browser test-fast demo compat compat-sdk compat-ci compat-env compat-cookbook cookbook-env deploy-check kills power-cuts bench bench-engine bench-server bench-line bench-cluster bench-trl bench-fairness proto clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -41,7 +41,10 @@ test-fast: setup ## what to run before every commit: about a minute on two cores
 	$(BIN)/python -m pytest -n 4 -m '$(FAST)' $(ARGS)
 
 test: setup      ## the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not browser' $(ARGS)
+
+test-browser: setup  ## the console in a real Chromium, one test at a time
+	$(BIN)/python -m pytest -n 0 tests/server/test_console_browser.py $(ARGS)
 
 test-again: setup  ## what failed in the last run, if it was at most three tests, one at a time
 	$(BIN)/python -c 'import json; exit(len(json.load(open(".pytest_cache/v/cache/lastfailed"))) > 3)'

@@ -126,7 +126,12 @@ async def test_a_request_cancelled_before_its_turn_never_starts(
 ):
     started: list[SampleWork] = []
     submit = engine._batch.submit
-    monkeypatch.setattr(engine._batch, "submit", lambda *given: (started.append(given[0]), submit(*given))[1])
+
+    def seen(given: SampleWork, *more: Any, **named: Any) -> Any:
+        started.append(given)
+        return submit(given, *more, **named)
+
+    monkeypatch.setattr(engine._batch, "submit", seen)
     begun, release = threading.Event(), threading.Event()
     engine._thread.submit(lambda: (begun.set(), release.wait()))
     await asyncio.to_thread(begun.wait)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import logging
 import re
 import shutil
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import urlencode
 
 import jwt
 import numpy as np
@@ -332,15 +332,17 @@ def test_reasons_and_streams_name_no_directories_of_the_server(
         "sampling_session_id": sampler, "seq_id": 0, "num_samples": 1, "sampling_params": {"max_tokens": 2},
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
     }  # fmt: skip
-    login = {"authorization": f"Basic {base64.b64encode(b':' + KEY['x-api-key'].encode()).decode()}"}
+    form = {"content-type": "application/x-www-form-urlencoded", "accept": "text/html"}
+    pasted = urlencode({"key": KEY["x-api-key"]}).encode()
+    entered = server.ask("POST", "/console/login", pasted, headers=form, key=None)
+    visitor = {"cookie": entered.headers["set-cookie"].partition(";")[0], "accept": "text/html"}
     answers = {
         "run": server.ask("GET", f"/api/v1/training_runs/{run}"),
         "runs": server.ask("GET", "/api/v1/training_runs"),
         "session": server.ask("POST", "/api/v1/sessions/search", b"{}"),
         "stream": server.ask("POST", "/api/v1/stream_sample", sample),
         "openai": server.ask("POST", "/v1/completions", asked),
-        "console": server.ask("GET", f"/training_runs/{run}", key=login),
-        "console's list": server.ask("GET", "/sessions", key=login),
+        "console": server.ask("GET", f"/console/runs/{run}", headers=visitor, key=None),
     }
     for name, answer in answers.items():
         text = answer.body.decode()

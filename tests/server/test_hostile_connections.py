@@ -292,7 +292,7 @@ def test_open_requests_of_one_user_are_bounded(start: Callable[..., Running]):
     for poll in polls:
         poll.request("POST", "/api/v1/retrieve_future", f'{{"request_id": "{waits}"}}', KEY)
     time.sleep(0.3)
-    for path in ("/api/v1/get_server_capabilities", "/v1/models", "/sessions"):
+    for path in ("/api/v1/get_server_capabilities", "/v1/models"):
         answer = server.ask("GET", path)
         assert (answer.status, answer.headers["retry-after"]) == (429, "1")
         assert b"4 open requests: at most 3 of one user" in answer.body

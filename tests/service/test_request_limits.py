@@ -45,7 +45,8 @@ PLAIN = {
     "seq_id", "model_seq_id", "sampling_session_seq_id", "custom_loss_seq_id", "event_session_index",
     "cloned_sampler_id", "prev_cursor", "offset", "length", "timeout", "ttl_seconds", "seed", "stop",
     "temperature", "top_k", "top_p", "prompt_logprobs_last_n", "loss_fn_config", "learning_rate", "beta1",
-    "beta2", "eps", "weight_decay", "grad_clip_norm",
+    "beta2", "eps", "weight_decay", "grad_clip_norm", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "min_p", "min_tokens", "logit_bias", "step", "metrics",
 }  # fmt: skip
 
 

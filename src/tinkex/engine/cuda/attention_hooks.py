@@ -113,7 +113,7 @@ class PackedForward:
         self._queries, self._slots_T = lay_out(pieces, TOKENS, device)
 
     def __call__(
-        self, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, window: int | None, sinks: Tensor | None
+        self, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         k_pool, v_pool = q_THC.new_empty(2, self._slots, k_TGC[0].numel())
         out, lse_TH = paged.attend(

@@ -100,7 +100,7 @@ class ConsoleData:
             session = self.ledger.session(row.session_id)
             seen = 0.0 if session is None else session.last_seen_at
         state, why = run_status(row, seen, self.lapse, busy=busy)
-        return ShownRun(row, state, why or "")
+        return ShownRun(row, state, (why or "").replace(f"{self.home.root}/", ""))  # no path of the server
 
     def directory(self, row: RunRow) -> Path:
         return self.home.run_dir(row.run_id)
