@@ -26,7 +26,7 @@ def test_a_placement_is_read():
     assert read_placement("m", {}, "") is None
     assert read_placement("m", {}, "auto") == Placement("auto")
     given = {"trainers": "2", "samplers": "1-6", "gpus": "0.5"}
-    assert read_placement("m", given, "h:1") == Placement("h:1", 2, 1, 6, 0.5)
+    assert read_placement("m", given, "h:1") == Placement("h:1", 2, 1, 1, 6, 0.5)
     assert read_placement("m", {"samplers": "4"}, "auto") == Placement("auto", samplers=4, max_samplers=4)
 
 
@@ -34,7 +34,7 @@ def test_a_placement_is_read():
     ("options", "cluster", "message"),
     [
         ({"trainers": "2"}, "", "trainers= needs --cluster"),
-        ({"sampler": "2"}, "auto", "no option 'sampler'; allowed: trainers, samplers, gpus"),
+        ({"sampler": "2"}, "auto", "no option 'sampler'; allowed: trainers, data, samplers, gpus"),
         ({"trainers": "0"}, "auto", "trainers=0 must be a whole number from 1"),
         ({"samplers": "4-2"}, "auto", "samplers=4-2 must be N or N-M"),
         ({"gpus": "1.5"}, "auto", "gpus=1.5 must be 0, a part of one GPU"),

@@ -51,6 +51,9 @@ KINDS = [
     pytest.param("hybrid", marks=pytest.mark.slow),
     pytest.param("cuda", marks=pytest.mark.gpu),
     pytest.param("cluster", marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]),
+    pytest.param(
+        "data", marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]
+    ),  # two processes of a trainer
 ]
 _TORCH, _HYBRID = "llama3", "qwen3_5"  # the families of those kinds
 _OTHERS = (FAMILIES | MORE | HYBRIDS | SEEING | EXPERTS | UNKNOWN).keys() - {_TORCH, _HYBRID}
@@ -63,6 +66,17 @@ every_family = pytest.mark.parametrize(
 )
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The samplers of `data` are those of `cluster`: its trainer's tests are enough."""
+    dropped = [
+        item for item in items
+        if item.path.parent == Path(__file__).parent and "[data" in item.name
+        and item.path.name != "test_trainer.py"
+    ]  # fmt: skip
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item not in set(dropped)]
+
+
 @pytest.fixture(scope="session", params=KINDS)
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     tokenizer = str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
@@ -73,7 +87,9 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     placement = None
     if request.param == "cluster":
         placement = Placement(request.getfixturevalue("ray_nodes").address, samplers=2, max_samplers=2)
-    family = {"torch": _TORCH, "cluster": _TORCH, "cuda": _TORCH, "hybrid": _HYBRID}.get(
+    if request.param == "data":
+        placement = Placement(request.getfixturevalue("ray_nodes").address, data=2)
+    family = {"torch": _TORCH, "cluster": _TORCH, "data": _TORCH, "cuda": _TORCH, "hybrid": _HYBRID}.get(
         request.param, request.param
     )
     path = tiny_model(tmp_path_factory.mktemp("model"), family, max_position_embeddings=256)
@@ -106,8 +122,9 @@ def engine(config: EngineConfig) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def engine_of_small_batches(config: EngineConfig) -> Iterator[Engine]:
-    """Its micro-batches hold one datum of ten tokens."""
-    engine = build_engine(replace(config, max_pass_tokens=12))
+    """Its micro-batches hold two datums of ten tokens, all processes of a trainer together."""
+    processes = 1 if config.placement is None else config.placement.data
+    engine = build_engine(replace(config, max_pass_tokens=24 // processes))
     yield engine
     engine.close()
 

@@ -618,7 +618,7 @@ async def test_training_and_sampling_at_once(engine: Engine, run: str):
 async def test_decoding_goes_on_between_the_micro_batches_of_a_pass(engine_of_small_batches: Engine):
     engine = engine_of_small_batches
     run = new_run(engine)
-    data = [datum(tokens(engine, seed, 11)) for seed in range(10)]
+    data = [datum(tokens(engine, seed, 11)) for seed in range(20)]
     params = SamplingParams(max_tokens=200, stop=[])
     stream = engine.sampler.stream(SampleWork(tokens(engine, 1, 5), params))
     assert isinstance(await anext(stream), SampledTokens)

@@ -138,7 +138,7 @@ def test_metric_names_have_one_reduction_each(engine: Engine, run: str):
 
 def ten_tokens(engine: Engine, run: str, count: int, **more) -> Pass:
     """A pass that takes `count` micro-batches on `engine_of_small_batches`."""
-    return Pass(run, [datum(tokens(engine, seed, 11)) for seed in range(count)], "cross_entropy", **more)
+    return Pass(run, [datum(tokens(engine, seed, 11)) for seed in range(2 * count)], "cross_entropy", **more)
 
 
 def test_a_command_computes_one_micro_batch(engine_of_small_batches: Engine):
@@ -152,7 +152,7 @@ def test_a_command_computes_one_micro_batch(engine_of_small_batches: Engine):
     assert seen == [(1, 4), (2, 4), (3, 4)]
     (output,) = outcome
     assert isinstance(output, ForwardBackwardOutput)
-    assert len(output.loss_fn_outputs) == 4
+    assert len(output.loss_fn_outputs) == 8
     assert do(engine, OptimStep(run, STEP))["skipped"] == 0.0
 
 

@@ -1,4 +1,4 @@
-"""What follows a model in `--model NAME=PLACE,trainers=M,samplers=N,gpus=K`: where its engine's parts run."""
+"""What follows a model in `--model NAME=PLACE,trainers=M,data=D,…`: where its engine's parts run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def _gpus(text: str) -> float:
     return gpus
 
 
-_READ: dict[str, Callable[[str], Any]] = {"trainers": _whole, "samplers": _range, "gpus": _gpus}
+_READ: dict[str, Callable[[str], Any]] = {
+    "trainers": _whole, "data": _whole, "samplers": _range, "gpus": _gpus
+}  # fmt: skip
 
 
 def read_placement(spec: str, options: Mapping[str, str], cluster: str) -> Placement | None:

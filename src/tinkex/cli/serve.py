@@ -47,7 +47,7 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.option(
     "--model", "models", multiple=True, metavar="[NAME=]PLACE[,OPTION=N…]",
     help="A base model: a Hugging Face directory, a GGUF file or a hub id, and the name that clients use; "
-    "may be repeated. On a cluster: trainers=M, samplers=N or N-M, gpus=K of each.  "
+    "may be repeated. On a cluster: trainers=M, data=D processes of each, samplers=N or N-M, gpus=K.  "
     f"[default: {DEFAULT}]",
 )  # fmt: skip
 @click.option(

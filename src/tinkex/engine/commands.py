@@ -1,47 +1,29 @@
 """What every trainer does beside computing: its commands, the adapters of its runs, and passes under way.
 
 Passes of many runs share each micro-batch, and a command computes at most one, so that an engine can decode
-between two. A pass with wrong content fails alone, before anything of it is computed. Needs numpy alone;
-knows no models, losses or gradients.
-
-Shapes: N positions of a datum, K candidates of a position.
+between two. A pass with wrong content fails alone, before anything of it is computed. Several trainers may
+share the datums of a pass: each checks all of them and computes its own (`protocol.ForwardBackward.share`).
+Needs numpy alone; knows no models, losses or gradients.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
 from tinkex.engine import protocol as p
-from tinkex.engine.request import token_ids, user_error
-from tinkex.errors import InvalidInputError
-from tinkex.types.data import Datum
-from tinkex.types.losses import check_inputs, filled_inputs, loss_settings, unknown_loss
+from tinkex.engine.pass_content import TrainingExample
+from tinkex.engine.request import user_error
 from tinkex.types.params import AdamParams, LoraConfig
-from tinkex.types.tensor import TensorData
 
-_MOST_CELLS = 1 << 26  # of all inputs of a pass: a few bytes of a sparse tensor may stand for gigabytes
 CHECK_SECONDS = 0.25  # of one command, for checking uploaded losses, unless a datum takes longer
-Inputs = Mapping[str, np.ndarray]
-Progress = p.PassProgress | list[p.PassOutcome]
-
-
-@dataclass(frozen=True)
-class TrainingExample:
-    """One checked datum: what the model reads, and the loss's inputs for each target cell."""
-
-    tokens: np.ndarray  # int32 [N]
-    targets: np.ndarray  # int64 [N] or [N, K]
-    inputs: Inputs  # built-in losses: float32, of the targets' shape; an uploaded one's: as given
-    images: Sequence[Any] = ()  # at some of its positions, as the engine has them
+Progress = p.PassProgress | p.SharedPasses | list[p.PassOutcome]
 
 
 @dataclass(eq=False)
@@ -65,6 +47,10 @@ class RunningPass:
         """How much of a micro-batch of `budget` tokens a datum takes."""
         return self.examples[datum].tokens.size
 
+    def results(self) -> tuple[dict[int, Any], ...]:
+        """What was computed, by datum: what other trainers computed of a shared pass is added."""
+        raise NotImplementedError
+
 
 class TrainedAdapter(Protocol):
     @property
@@ -72,6 +58,14 @@ class TrainedAdapter(Protocol):
 
     def take_grad(self) -> Any:
         """Return the accumulated gradients and clear them."""
+        ...
+
+    def gradient(self) -> np.ndarray | None:
+        """The accumulated gradients in one row, valid until the next command."""
+        ...
+
+    def sum_gradients(self, parts: Sequence[np.ndarray]) -> None:
+        """Replace the accumulated gradients by the sum of these, added in order."""
         ...
 
 
@@ -91,74 +85,10 @@ class PackedExample(NamedTuple, Generic[P]):
         return self.training.examples[self.datum]
 
 
-def read_pass(
-    work: p.Pass,
-    losses: Sequence[str],
-    vocab: int,
-    context: int,
-    uploaded: Callable[[Mapping[str, TensorData], tuple[int, ...]], Inputs] | None = None,
-) -> Generator[None, None, tuple[Mapping[str, float], list[TrainingExample]]]:
-    """A pass's settings and examples; raises EngineError (category "user") at the first thing wrong.
-
-    `uploaded` reads the inputs of an uploaded loss, given the targets' shape; that takes long, so this yields
-    after each datum of one.
-    """
-    check_size(work)
-    if work.loss_fn not in losses:
-        raise user_error(unknown_loss(work.loss_fn, losses))
-    with _refusing():
-        settings = loss_settings(work.loss_fn, work.loss_fn_config) if uploaded is None else {}
-    examples = []
-    for i, datum in enumerate(work.data):
-        with _refusing(f"datum {i}: "):
-            tokens = _tokens(datum, vocab, context)
-            given = datum.loss_fn_inputs
-            check_inputs(work.loss_fn, given, tokens.size, vocab, strict=True)
-            targets = given["target_tokens"].to_numpy()
-            if uploaded is None:
-                inputs = filled_inputs(work.loss_fn, given, settings)
-            else:
-                inputs = uploaded(given, targets.shape)
-        examples.append(TrainingExample(tokens, targets, inputs))
-        if uploaded is not None:
-            yield
-    return settings, examples
-
-
-def check_size(work: p.Pass) -> None:
-    if not work.data:
-        raise user_error("a pass needs at least one datum, got none")
-    cells = sum(math.prod(t.dense_shape) for datum in work.data for t in datum.loss_fn_inputs.values())
-    if cells > _MOST_CELLS:
-        raise user_error(
-            f"the pass's loss_fn_inputs hold {cells} numbers, zeros included; allowed: {_MOST_CELLS}"
-        )
-
-
-def _tokens(datum: Datum, vocab: int, context: int) -> np.ndarray:
-    tokens = token_ids(datum.model_input, "model_input")
-    if not tokens.size:
-        raise InvalidInputError("model_input is empty")
-    if tokens.size > context:
-        raise InvalidInputError(f"model_input has {tokens.size} tokens; the model's context is {context}")
-    if tokens.max() >= vocab:  # a chunk's token ids are never negative
-        at = int(np.argmax(tokens >= vocab))
-        raise InvalidInputError(f"model_input[{at}] is {tokens[at]}; token ids are 0..{vocab - 1}")
-    return tokens
-
-
-@contextmanager
-def _refusing(where: str = "") -> Iterator[None]:
-    try:
-        yield
-    except p.EngineLost:
-        raise
-    except (InvalidInputError, p.EngineError) as error:
-        raise user_error(f"{where}{error}") from None
-
-
-def cut(passes: Sequence[P], budget: int) -> Iterator[list[PackedExample[P]]]:
-    """Micro-batches of about `budget` tokens; a longer datum is one of its own.
+def cut(
+    passes: Sequence[P], budget: int, share: tuple[int, int] = (0, 1)
+) -> Iterator[list[PackedExample[P]]]:
+    """Micro-batches of about `budget` tokens; a longer datum is one of its own. Of this share of the datums.
 
     Passes with and without a backward do not mix, and each run's tokens are contiguous. Within a pass the
     longest datums come first, so that equal lengths are neighbours: attention computes those in one call.
@@ -169,7 +99,7 @@ def cut(passes: Sequence[P], budget: int) -> Iterator[list[PackedExample[P]]]:
         items = [(n, PackedExample(one, i)) for n, one in chosen for i in range(len(one.examples))]
         items.sort(key=lambda it: (runs[it[1].training.run], it[0], -it[1].example.tokens.size))
         group, size = [], 0
-        for _, item in items:
+        for _, item in items[share[0] :: share[1]]:  # neighbours are about as long: shares are even
             length = item.training.size(item.datum, budget)
             if group and size + length > budget:
                 yield group
@@ -183,6 +113,7 @@ def cut(passes: Sequence[P], budget: int) -> Iterator[list[PackedExample[P]]]:
 @dataclass
 class _Ticket(Generic[P]):
     works: Sequence[p.Pass]
+    share: tuple[int, int]
     checking: Generator[None, None, list[P | p.Failure]] | None  # None: all passes are checked
     checks: int = 0  # datums checked by earlier commands
     abandoned: set[str] = field(default_factory=set[str])  # runs, while the passes are being checked
@@ -204,6 +135,10 @@ class _Ticket(Generic[P]):
             )
         before = len(self.batches) if self.checks else 0
         return p.PassProgress(name, before + self.done, before + len(self.batches))
+
+
+def _part(one: RunningPass | p.Failure) -> p.PassPart:
+    return p.PassPart(None, one) if isinstance(one, p.Failure) else p.PassPart(one.results(), one.failure)
 
 
 def _give_up(training: RunningPass) -> None:
@@ -231,15 +166,19 @@ class CommandTrainer(ABC, Generic[A, P]):
                 if run in self.adapters:
                     raise user_error(f"run {run!r} already has an adapter")
                 self.adapters[run] = self._fresh(lora)
-            case p.ForwardBackward(passes):
-                return self._begin(passes)
+            case p.ForwardBackward(passes, share):
+                return self._begin(passes, share)
             case p.ContinuePasses(ticket):
                 return self._advance(ticket)
-            case p.OptimStep(run, params):
-                adapter = self.adapter(run)
-                if any(ticket.under_way(run) for ticket in self._tickets.values()):
-                    raise p.EngineError(f"run {run!r} has a pass under way: its gradients are incomplete")
+            case p.FinishPasses(ticket, shares):
+                return self._finish_shared(ticket, shares)
+            case p.OptimStep(run, params, gradients):
+                adapter = self._without_passes(run)
+                if gradients is not None:
+                    adapter.sum_gradients(gradients)
                 return self._step(adapter, params)
+            case p.ReadGradients(run):
+                return self._without_passes(run).gradient()
             case p.ClearGradients(run):
                 self.adapter(run).take_grad()
                 self._abandon(run)
@@ -264,6 +203,11 @@ class CommandTrainer(ABC, Generic[A, P]):
             raise p.EngineError(f"run {run!r} has no adapter on this engine")
         return self.adapters[run]
 
+    def _without_passes(self, run: str) -> A:
+        if any(ticket.under_way(run) for ticket in self._tickets.values()):
+            raise p.EngineError(f"run {run!r} has a pass under way: its gradients are incomplete")
+        return self.adapter(run)
+
     def _replace(self, run: str, location: str, adapter: A) -> LoraConfig:
         """Make a saved adapter the run's; one of another rank or other train flags is refused."""
         have, saved = self.adapters[run].lora if run in self.adapters else adapter.lora, adapter.lora
@@ -277,9 +221,9 @@ class CommandTrainer(ABC, Generic[A, P]):
         self._abandon(run)
         return saved
 
-    def _begin(self, works: Sequence[p.Pass]) -> Progress:
+    def _begin(self, works: Sequence[p.Pass], share: tuple[int, int]) -> Progress:
         name = f"pass-{next(self._serial)}"
-        self._tickets[name] = _Ticket(works, self._checked(works))
+        self._tickets[name] = _Ticket(works, share, self._checked(works))
         return self._advance(name)
 
     def _checked(self, works: Sequence[p.Pass]) -> Generator[None, None, list[P | p.Failure]]:
@@ -294,12 +238,15 @@ class CommandTrainer(ABC, Generic[A, P]):
                 passes.append(p.Failure(error.category, error.message))
         return passes
 
-    def _advance(self, name: str) -> Progress:
-        ticket = self._tickets.get(name)
-        if ticket is None:
+    def _ticket(self, name: str) -> _Ticket[P]:
+        if name not in self._tickets:
             raise p.EngineError(f"no passes with the ticket {name!r} are under way")
+        return self._tickets[name]
+
+    def _advance(self, name: str) -> Progress:
+        ticket = self._ticket(name)
         try:
-            if self._check(ticket) and ticket.batches:
+            if self._check(ticket) and ticket.done < len(ticket.batches):
                 batch = [item for item in ticket.batches[ticket.done] if not item.training.failure]
                 if batch:
                     self._compute(batch)
@@ -309,8 +256,28 @@ class CommandTrainer(ABC, Generic[A, P]):
             raise
         if ticket.checking is not None or ticket.done < len(ticket.batches):
             return ticket.progress(name)
+        if ticket.share[1] > 1:
+            return p.SharedPasses(name, tuple(map(_part, ticket.passes)))
         del self._tickets[name]
         return [one if isinstance(one, p.Failure) else self._outcome(one) for one in ticket.passes]
+
+    def _finish_shared(self, name: str, shares: Sequence[p.SharedPasses]) -> list[p.PassOutcome]:
+        """The outcomes of passes that several trainers computed; one that failed anywhere has failed here."""
+        ticket, outcomes = self._ticket(name), list[p.PassOutcome]()
+        del self._tickets[name]
+        for work, one, *parts in zip(ticket.works, ticket.passes, *(s.parts for s in shares), strict=True):
+            failure = next((part.failure for part in parts if part.failure), None)
+            if isinstance(one, p.Failure):  # refused here: elsewhere it may have been computed
+                if any(part.results is not None for part in parts) and work.run in self.adapters:
+                    self.adapters[work.run].take_grad()
+                outcomes.append(failure or one)
+                continue
+            one.failure = failure
+            for part in () if failure else parts:
+                for mine, got in zip(one.results(), part.results or (), strict=True):
+                    mine.update(got)
+            outcomes.append(self._outcome(one))
+        return outcomes
 
     def _check(self, ticket: _Ticket[P]) -> bool:
         """Go on with checking for a while; True once all passes are checked and cut."""
@@ -327,7 +294,7 @@ class CommandTrainer(ABC, Generic[A, P]):
             for one in going:
                 if one.run in ticket.abandoned:
                     _give_up(one)
-            ticket.batches = list(cut(going, self._pass_tokens()))
+            ticket.batches = list(cut(going, self._pass_tokens(), ticket.share))
         else:
             ticket.checks += checks
         return ticket.checking is None

@@ -98,9 +98,12 @@ class ForwardBackward(Command[PassProgress | list[PassOutcome]]):
 
     The last one returns the outcomes, one per pass and in order. A pass with wrong content fails alone, with
     category "user", before anything of it was computed. A pass that fails leaves its run without gradients.
+    With a `share` (n, of how many) only that part of the datums is computed, and the last one returns
+    SharedPasses: `FinishPasses` then gives the outcomes.
     """
 
     passes: tuple[Pass, ...]
+    share: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -114,16 +117,48 @@ class ContinuePasses(Command[PassProgress | list[PassOutcome]]):
 
 
 @dataclass(frozen=True)
+class PassPart:
+    """What one trainer has of a shared pass: results by datum (None: it was refused), or why it failed."""
+
+    results: tuple[dict[int, Any], ...] | None
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class SharedPasses:
+    """One trainer has computed its share of some passes, in their order."""
+
+    ticket: str
+    parts: tuple[PassPart, ...]
+
+
+@dataclass(frozen=True)
+class FinishPasses(Command[list[PassOutcome]]):
+    """The outcomes of shared passes, given the shares of all trainers; each of them must execute it."""
+
+    ticket: str
+    shares: tuple[SharedPasses, ...]
+
+
+@dataclass(frozen=True)
+class ReadGradients(Command["np.ndarray | None"]):
+    """The gradients that `run` has accumulated, in one row, or None; valid until the next command."""
+
+    run: str
+
+
+@dataclass(frozen=True)
 class OptimStep(Command[dict[str, float]]):
     """Make one AdamW update of `run` from its gradients, which are cleared; returns metrics.
 
     With no gradients it changes nothing and says so (`skipped`: 1.0). A gradient that is not finite, or too
     large for its square to be, raises EngineError("…", "user"), clears the gradients and leaves adapter and
-    moments as they were.
+    moments as they were. `gradients` of all trainers that share the run's passes replace its own.
     """
 
     run: str
     params: AdamParams
+    gradients: tuple[np.ndarray, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -269,6 +304,7 @@ class Placement:
 
     cluster: str  # "auto": Ray on this machine, for as long as this process lives; else a cluster's address
     trainers: int = 1  # each has its share of the runs
+    data: int = 1  # processes of each trainer: they share the datums of every pass
     samplers: int = 1  # at least
     max_samplers: int = 1  # at most: between the two, as many as keep requests from waiting
     gpus: float | None = None  # of each trainer and sampler; None: one, if the cluster has any

@@ -11,10 +11,11 @@ import asyncio
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 
@@ -26,11 +27,17 @@ from tinkex.engine.protocol import (
     EngineError,
     EngineLost,
     ExportAdapter,
+    FinishPasses,
+    ForwardBackward,
     Heartbeat,
     Location,
     ModelInfo,
+    OptimStep,
+    Pass,
+    ReadGradients,
     SampledTokens,
     SampleWork,
+    SharedPasses,
 )
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import LoraConfig
@@ -92,9 +99,25 @@ class TrainerActor(EngineActor):
             result = await asyncio.wrap_future(self._engine.trainer.submit(command))
             if isinstance(command, ExportAdapter):
                 result = StoredExport([ray.put(result)], result.lora, result.nbytes, command.saved)
+            elif isinstance(command, ReadGradients):
+                result = [None if result is None else ray.put(result)]
         except Exception as error:
             result = _as_error(error)
         return result, self._engine.heartbeat()
+
+    # What is large comes as an argument of its own: Ray brings it to each node once.
+
+    async def begin(self, passes: tuple[Pass, ...], share: tuple[int, int]) -> tuple[Any, Heartbeat]:
+        return await self.execute(ForwardBackward(passes, share))
+
+    async def finish(
+        self, ticket: str, shares: tuple[SharedPasses, ...], wanted: bool
+    ) -> tuple[Any, Heartbeat]:
+        result, beat = await self.execute(FinishPasses(ticket, shares))
+        return result if wanted or isinstance(result, EngineError) else None, beat
+
+    async def step(self, command: OptimStep, *gradients: np.ndarray) -> tuple[Any, Heartbeat]:
+        return await self.execute(replace(command, gradients=gradients))
 
 
 class SamplerActor(EngineActor):

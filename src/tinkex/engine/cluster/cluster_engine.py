@@ -25,6 +25,7 @@ from tinkex.engine.cluster.connection import connect
 from tinkex.engine.cluster.remote_trainer import RemoteTrainer, fetch
 from tinkex.engine.cluster.routing import Autoscaler
 from tinkex.engine.cluster.sampler_pool import CLOSED, RemoteSampler, SamplerPool
+from tinkex.engine.cluster.trainer_group import TrainerGroup
 from tinkex.engine.protocol import (
     EngineConfig,
     EngineError,
@@ -75,16 +76,16 @@ class ClusterEngine:
         self._scaler = Autoscaler(self._placement.samplers, self._placement.max_samplers, config.max_batch)
         self._group = _reserve(self._share, self._placement)
         try:
-            first = self._start(TrainerActor, 0)
+            first = self._start_trainer(0)
             samplers = [(self._start(SamplerActor, b), b) for b in self._sampler_bundles()]
-            self.info, beat = self._described(first)
+            self._parts[0] = self._part(0, first)
+            self.info = self._parts[0].info
             for actor, bundle in samplers:
                 self._join(actor, bundle)
         except BaseException:
             self.sampler.close()
             remove_placement_group(self._group)
             raise
-        self._parts[0] = self._part(0, first, self.info, beat)
         threading.Thread(target=self._watch, name="tinkex-cluster", daemon=True).start()
 
     # -- the contract ------------------------------------------------------------------------------------
@@ -99,9 +100,7 @@ class ClusterEngine:
         with self._building[index]:
             part = self._parts.get(index)
             if part is None or part.trainer.trouble:
-                actor = self._start(TrainerActor, index)
-                part = self._part(index, actor, *self._described(actor))
-                self._parts[index] = part
+                part = self._parts[index] = self._part(index, self._start_trainer(index))
             if self._closed:
                 part.close()
                 raise EngineLost(CLOSED)
@@ -160,11 +159,23 @@ class ClusterEngine:
                 ray.kill(actor)
             raise
 
-    def _part(self, index: int, actor: Any, info: ModelInfo, beat: Heartbeat) -> TrainerPart:
-        return TrainerPart(index, info, RemoteTrainer(actor, beat), self.sampler)
+    def _start_trainer(self, index: int) -> list[Any]:
+        """The processes of one trainer, being made."""
+        count = self._placement.data
+        return [self._start(TrainerActor, bundle) for bundle in range(index * count, (index + 1) * count)]
+
+    def _part(self, index: int, actors: list[Any]) -> TrainerPart:
+        try:
+            (info, beat), *_ = [self._described(actor) for actor in actors]
+        except BaseException:
+            for actor in actors:
+                with contextlib.suppress(RayError):
+                    ray.kill(actor)
+            raise
+        return TrainerPart(index, info, RemoteTrainer(TrainerGroup(actors, beat)), self.sampler)
 
     def _sampler_bundles(self) -> list[int]:
-        first = self._placement.trainers
+        first = self._placement.trainers * self._placement.data
         return list(range(first, first + self._placement.samplers))
 
     def _join(self, actor: Any, bundle: int | None) -> None:
@@ -230,7 +241,8 @@ class ClusterEngine:
 
 
 def _checked(placement: Placement) -> Placement:
-    if placement.trainers < 1 or placement.samplers < 1 or placement.max_samplers < placement.samplers:
+    least = min(placement.trainers, placement.data, placement.samplers)
+    if least < 1 or placement.max_samplers < placement.samplers:
         raise EngineError(
             f"a model needs a trainer and a sampler, and max_samplers ≥ samplers: {placement}", "user"
         )
@@ -247,7 +259,8 @@ def _share(config: EngineConfig, placement: Placement) -> dict[str, float]:
 
 def _reserve(share: dict[str, float], placement: Placement) -> PlacementGroup:
     """Room for the trainers and the fewest samplers; on as many nodes as there are."""
-    count = placement.trainers + placement.samplers
+    trainers = placement.trainers * placement.data
+    count = trainers + placement.samplers
     group = placement_group([dict(share) for _ in range(count)], strategy="SPREAD")
     try:
         ray.get(group.ready(), timeout=PATIENCE)
@@ -255,7 +268,7 @@ def _reserve(share: dict[str, float], placement: Placement) -> PlacementGroup:
         remove_placement_group(group)
         have = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
         raise EngineError(
-            f"the cluster has no room for {placement.trainers} trainers and {placement.samplers} samplers of "
-            f"{share} each; free are {have}. Ask for fewer with trainers= and samplers=, or add nodes"
+            f"the cluster has no room for {trainers} processes of trainers and {placement.samplers} samplers "
+            f"of {share} each; free are {have}. Ask for fewer with trainers=, data=, samplers=, or add nodes"
         ) from None
     return group

@@ -1,6 +1,6 @@
-"""The contract's trainer over a `TrainerActor`: a queue in this process, one command at a time over there.
+"""The contract's trainer over `TrainerActor`s: a queue in this process, one command at a time over there.
 
-A command that has not been sent can be cancelled. When the actor is gone, everything that was not answered
+A command that has not been sent can be cancelled. When an actor is gone, everything that was not answered
 fails with EngineLost, and so does what comes after: a command is never sent twice, because nobody knows
 whether it was executed.
 """
@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from tinkex.engine.cluster.actors import StoredExport, is_lost
+from tinkex.engine.cluster.trainer_group import TrainerGroup
 from tinkex.engine.protocol import Command, EngineError, EngineLost, Heartbeat, R
 from tinkex.types.params import LoraConfig
 
@@ -44,14 +45,19 @@ def _itself(export: Any) -> Any:
 
 
 class RemoteTrainer:
-    """One trainer actor; `beat` is its last report."""
+    """One trainer, whatever processes it has."""
 
-    def __init__(self, actor: Any, beat: Heartbeat) -> None:
-        self._actor, self.beat = actor, beat
+    def __init__(self, group: TrainerGroup) -> None:
+        self._group = group
         self._queue: deque[tuple[Command[Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self.trouble = ""  # why it can do nothing any more
         threading.Thread(target=self._run, name="tinkex-remote-trainer", daemon=True).start()
+
+    @property
+    def beat(self) -> Heartbeat:
+        """Its last report."""
+        return self._group.beat
 
     def submit(self, command: Command[R]) -> Future[R]:
         future: Future[R] = Future()
@@ -63,21 +69,22 @@ class RemoteTrainer:
         return future
 
     def close(self, why: str = "the engine was closed") -> None:
-        """End the actor; pending commands fail."""
+        """End its processes; pending commands fail."""
         with self._wake:
             if self.trouble:
                 return
             self.trouble = why
             self._wake.notify()
-        with contextlib.suppress(RayError):
-            ray.kill(self._actor)
+        for actor in self._group.actors:
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
 
     def watch(self) -> None:
-        """Notice that the actor is gone while it has nothing to do; called now and then, blocks shortly."""
+        """Notice that a process is gone while it has nothing to do; called now and then, blocks shortly."""
         if self.trouble or self._queue:
             return
         try:
-            self.beat = fetch(self._actor.beat.remote(), timeout=10.0)
+            self._group.watch(10.0)
         except GetTimeoutError:
             return  # a command holds it up
         except RayError as error:
@@ -98,10 +105,12 @@ class RemoteTrainer:
 
     def _execute(self, command: Command[Any], future: Future[Any]) -> None:
         try:
-            result, self.beat = fetch(self._actor.execute.remote(command))
+            result = self._group.execute(command)
         except RayError as error:
             self.close(_why(error))
             result = EngineLost(self.trouble)
+        except EngineError as error:
+            result = error
         except Exception as error:  # a command that cannot be pickled, say
             result = EngineError(f"{type(error).__name__}: {error}")
         if is_lost(result):

@@ -8,6 +8,7 @@ Shapes: N positions, K candidates, V vocabulary, D features, R rank.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -93,6 +94,12 @@ class FakeAdapter:
     def take_grad(self) -> np.ndarray | None:
         grad, self.grad = self.grad, None
         return grad
+
+    def gradient(self) -> np.ndarray | None:
+        return self.grad
+
+    def sum_gradients(self, parts: Sequence[np.ndarray]) -> None:
+        self.grad = sum(parts[1:], parts[0]) if parts else None
 
     def adamw(self, p: AdamParams) -> dict[str, float]:
         metrics = {"grad_norm": 0.0, "learning_rate": p.learning_rate, "grad_clipped": 0.0, "skipped": 1.0}

@@ -6,12 +6,14 @@ import threading
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from tinkex.engine import protocol as p
-from tinkex.engine.commands import CommandTrainer, PackedExample, RunningPass, TrainingExample, read_pass
+from tinkex.engine.commands import CommandTrainer, PackedExample, RunningPass
 from tinkex.engine.fake.bigram import UNEMBED, VOCAB, D, FakeAdapter, FakeExport, features, log_softmax
+from tinkex.engine.pass_content import TrainingExample, read_pass
 from tinkex.types.losses import FORMULAS
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams, LoraConfig
@@ -20,9 +22,12 @@ from tinkex.types.tensor import TensorData
 
 @dataclass(eq=False)
 class _FakePass(RunningPass):
-    total: float = 0.0
+    losses: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, dict[str, TensorData]] = field(default_factory=dict)
     grad: np.ndarray = field(default_factory=lambda: np.zeros((D, D)))
+
+    def results(self) -> tuple[dict[int, Any], ...]:
+        return self.losses, self.outputs
 
 
 class FakeTrainer(CommandTrainer[FakeAdapter, _FakePass]):
@@ -83,7 +88,7 @@ class FakeTrainer(CommandTrainer[FakeAdapter, _FakePass]):
             terms, lp, grad = _forward_backward(
                 self.adapter(training.run), training, training.examples[index]
             )
-            training.total += float(terms.sum())
+            training.losses[index] = float(terms.sum())
             training.grad += grad
             training.outputs[index] = {"logprobs": TensorData.from_numpy(lp.astype(np.float32))}
 
@@ -92,9 +97,8 @@ class FakeTrainer(CommandTrainer[FakeAdapter, _FakePass]):
             self.adapter(training.run).add_gradient(training.grad)
         tokens = float(sum(example.tokens.size for example in training.examples))
         outputs = [training.outputs[i] for i in range(len(training.examples))]
-        return ForwardBackwardOutput(
-            "TorchLossReturn", outputs, {"loss:sum": training.total, "tokens:sum": tokens}
-        )
+        metrics = {"loss:sum": sum(training.losses.values()), "tokens:sum": tokens}
+        return ForwardBackwardOutput("TorchLossReturn", outputs, metrics)
 
 
 def _forward_backward(

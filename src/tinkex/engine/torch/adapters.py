@@ -11,7 +11,7 @@ Shapes: I in-features, O out-features, R rank, P parts of a site, E experts.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -197,6 +197,18 @@ class Adapter:
         """Return the accumulated gradients and clear them; the tensor is valid until the next pass."""
         grad, self.grad = self.grad, None
         return grad
+
+    def gradient(self) -> np.ndarray | None:
+        """The accumulated gradients on the host, valid until the next pass."""
+        return None if self.grad is None else self.grad.cpu().numpy()
+
+    def sum_gradients(self, parts: Sequence[np.ndarray]) -> None:
+        """Replace the accumulated gradients by the sum of these, added in order."""
+        self.take_grad()
+        for part in parts:
+            self.open_grad()
+            assert self.grad is not None
+            self.grad += torch.tensor(part, device=self.flat.device)
 
     def snapshot(self) -> Adapter:
         copy = Adapter(self.lora, self.shapes, self.flat.device)

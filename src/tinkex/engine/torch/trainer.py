@@ -12,20 +12,15 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tinkex.engine import protocol as p
-from tinkex.engine.commands import (
-    CommandTrainer,
-    PackedExample,
-    RunningPass,
-    TrainingExample,
-    check_size,
-    read_pass,
-)
+from tinkex.engine.commands import CommandTrainer, PackedExample, RunningPass
+from tinkex.engine.pass_content import TrainingExample, check_size, read_pass
 from tinkex.engine.request import user_error
 from tinkex.engine.torch import adapter_files, memory
 from tinkex.engine.torch.adapters import Adapter, AdapterExport, lay_out
@@ -63,6 +58,9 @@ class TrainingPass(RunningPass):
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def results(self) -> tuple[dict[int, Any], ...]:
+        return self.logprobs, self.losses, self.metrics
 
     @property
     def loss(self) -> Loss | None:

@@ -1,0 +1,104 @@
+"""The processes of one trainer: one, or several that share the datums of every pass (data parallel).
+
+Each has every adapter. A pass is checked by all, and each computes its share of the datums; before a step the
+gradients of all go through Ray's object store, and each adds them up in the same order. So all of them have
+the same bits at any time, and files are written by the first. Where they do not agree, the trainer is lost.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from tinkex.engine import protocol as p
+from tinkex.engine.cluster.actors import is_lost
+
+
+class TrainerGroup:
+    """Executes one command at a time; `beat` is the first process's last report."""
+
+    def __init__(self, actors: Sequence[Any], beat: p.Heartbeat) -> None:
+        self.actors, self.beat = list(actors), beat
+        self._shares: dict[str, dict[int, p.PassProgress | p.SharedPasses]] = {}  # by ticket and process
+
+    def execute(self, command: p.Command[Any]) -> Any:
+        """The result; RayError if a process is gone, EngineError as they say."""
+        if len(self.actors) == 1:
+            return self._ask([self.actors[0].execute.remote(command)])[0]
+        match command:
+            case p.ForwardBackward(passes):
+                sent, count = ray.put(passes), len(self.actors)
+                begun = self._all(lambda actor, n: actor.begin.remote(sent, (n, count)))
+                self._shares[begun[0].ticket] = dict(enumerate(begun))
+                return self._progress(begun[0].ticket)
+            case p.ContinuePasses(ticket):
+                return self._continue(ticket)
+            case p.OptimStep(run):
+                read = self._all(lambda actor, _: actor.execute.remote(p.ReadGradients(run)))
+                gradients = [reference for (reference,) in read if reference is not None]
+                return self._all(lambda actor, _: actor.step.remote(command, *gradients))[0]
+            case p.CreateAdapter(run, lora):
+                seed = secrets.randbits(63) if lora.seed is None else lora.seed
+                return self._create(p.CreateAdapter(run, replace(lora, seed=seed)))
+            case p.SaveAdapter() | p.ExportAdapter() | p.CheckLoss():
+                return self._ask([self.actors[0].execute.remote(command)])[0]
+            case _:
+                return self._all(lambda actor, _: actor.execute.remote(command))[0]
+
+    def watch(self, timeout: float) -> None:
+        """Have a report of each; RayError if one is gone."""
+        self.beat = ray.get([actor.beat.remote() for actor in self.actors], timeout=timeout)[0]
+
+    def _continue(self, ticket: str) -> Any:
+        shares = self._shares.get(ticket)
+        if shares is None:
+            raise p.EngineError(f"no passes with the ticket {ticket!r} are under way")
+        going = [n for n, share in shares.items() if isinstance(share, p.PassProgress)]
+        asked = [self.actors[n].execute.remote(p.ContinuePasses(ticket)) for n in going]
+        answers = self._ask(asked)
+        if failed := [one for one in answers if isinstance(one, p.EngineError)]:
+            del self._shares[ticket]  # its passes were abandoned
+            raise failed[0]
+        shares.update(zip(going, answers, strict=True))
+        return self._progress(ticket)
+
+    def _progress(self, ticket: str) -> Any:
+        """How far the last of them is; the outcomes, once all have computed their shares."""
+        shares = self._shares[ticket].values()
+        if going := [share for share in shares if isinstance(share, p.PassProgress)]:
+            return min(going, key=lambda one: one.done / one.total)
+        del self._shares[ticket]
+        sent = ray.put(tuple(shares))
+        return self._all(lambda actor, n: actor.finish.remote(ticket, sent, n == 0))[0]
+
+    def _create(self, command: p.CreateAdapter) -> None:
+        answers = self._ask([actor.execute.remote(command) for actor in self.actors])
+        failed = [one for one in answers if isinstance(one, p.EngineError)]
+        if failed and len(failed) < len(answers):  # one has no room for it
+            self._all(lambda actor, _: actor.execute.remote(p.DropAdapter(command.run)))
+        if failed:
+            raise failed[0]
+
+    def _all(self, ask: Callable[[Any, int], Any]) -> list[Any]:
+        """The results of a call of every process."""
+        answers = self._ask([ask(actor, n) for n, actor in enumerate(self.actors)])
+        failed = [one for one in answers if isinstance(one, p.EngineError)]
+        if len(failed) == len(answers):
+            raise failed[0]
+        if failed:
+            raise p.EngineLost(f"{len(failed)} of its {len(answers)} processes failed alone: {failed[0]}")
+        return answers
+
+    def _ask(self, references: list[Any]) -> list[Any]:
+        answers = ray.get(references)
+        self.beat = answers[0][1]
+        results = [result for result, _ in answers]
+        if lost := next(filter(is_lost, results), None):
+            raise lost
+        if len(results) == 1 and isinstance(results[0], p.EngineError):
+            raise results[0]
+        return results

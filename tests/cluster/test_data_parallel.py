@@ -1,0 +1,159 @@
+"""A trainer of several processes that share the datums of a pass: as one process, but for rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.cluster.nodes import Nodes, actors
+from tests.engine.tiny import tiny_model
+from tests.service.harness import MODEL, User, serving
+from tests.service.harness import datum as harness_datum
+from tinkex.engine.protocol import (
+    CreateAdapter,
+    Engine,
+    EngineConfig,
+    Failure,
+    LoadAdapter,
+    OptimStep,
+    Pass,
+    Placement,
+    SaveAdapter,
+    build_engine,
+    run_passes,
+)
+from tinkex.types.data import Datum, ModelInput
+from tinkex.types.outputs import ForwardBackwardOutput
+from tinkex.types.params import AdamParams, LoraConfig
+
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.xdist_group("ray")]
+
+STEP = AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
+NEAR = {"rtol": 2e-5, "atol": 2e-6}  # sums of fp32 in another order
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    model = tiny_model(tmp_path_factory.mktemp("model"), "llama3")
+    small = {"max_pass_tokens": 40, "kv_bytes": 1 << 20, "threads": 1}
+    return EngineConfig(str(model), device="cpu", dtype="float32", name="m/tiny", **small)
+
+
+@pytest.fixture(scope="module")
+def engines(config: EngineConfig, ray_nodes: Nodes) -> Iterator[tuple[Engine, Engine]]:
+    """One in this process, and one whose trainer has three processes."""
+    shared = build_engine(replace(config, placement=Placement(ray_nodes.address, data=3)))
+    alone = build_engine(config)
+    yield alone, shared
+    alone.close()
+    shared.close()
+
+
+def datum(seed: int, length: int, **inputs: Any) -> Datum:
+    ids = np.random.default_rng(seed).integers(3, 90, length + 1)
+    return Datum(ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:], **inputs})
+
+
+def do(engine: Engine, command: Any) -> Any:
+    return engine.trainer.submit(command).result(60)
+
+
+def weights(engine: Engine, run: str, place: Path) -> dict[str, np.ndarray]:
+    do(engine, SaveAdapter(run, str(place), optimizer=True))
+    return load_file(place / "adapter_model.safetensors") | load_file(place / "optimizer.safetensors")
+
+
+def test_steps_of_runs_of_any_rank_are_those_of_one_process(
+    engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    for run, rank in {"narrow": 4, "wide": 16}.items():
+        for engine in engines:
+            do(engine, CreateAdapter(run, LoraConfig(rank=rank, seed=rank)))
+    for step in range(5):
+        # Eleven datums and one: the pass of one datum leaves two processes without work.
+        lengths = (5, 9, 30, 7, 7, 2, 17, 12, 3, 8, 5)
+        wide = [datum(100 * step + n, length) for n, length in enumerate(lengths)]
+        passes = [Pass("wide", wide, "cross_entropy"), Pass("narrow", [datum(step, 6)], "cross_entropy")]
+        one, several = (run_passes(engine.trainer, passes) for engine in engines)
+        for expected, got in zip(one, several, strict=True):
+            assert isinstance(expected, ForwardBackwardOutput)
+            assert isinstance(got, ForwardBackwardOutput)
+            assert got.metrics == pytest.approx(expected.metrics, rel=1e-5)
+            for a, b in zip(expected.loss_fn_outputs, got.loss_fn_outputs, strict=True):
+                np.testing.assert_allclose(b["logprobs"].to_numpy(), a["logprobs"].to_numpy(), **NEAR)
+        for run in ("wide", "narrow"):
+            first, second = (do(engine, OptimStep(run, STEP)) for engine in engines)
+            assert second == pytest.approx(first, rel=1e-5)
+    for run in ("wide", "narrow"):
+        first, second = (weights(e, run, tmp_path / f"{n}-{run}") for n, e in enumerate(engines))
+        assert first.keys() == second.keys()
+        for name, expected in first.items():
+            np.testing.assert_allclose(second[name], expected, rtol=2e-4, atol=2e-6, err_msg=name)
+
+
+def test_every_process_has_what_the_first_one_saves(engines: tuple[Engine, Engine], tmp_path: Path) -> None:
+    """What is loaded is trained on by all of them, moments included."""
+    saved = tmp_path / "saved"
+    for engine in engines:
+        do(engine, CreateAdapter("saved", LoraConfig(rank=4, seed=1)))
+    data = [datum(n, 5 + n) for n in range(6)]
+    run_passes(engines[1].trainer, [Pass("saved", data, "cross_entropy")])
+    do(engines[1], OptimStep("saved", STEP))
+    do(engines[1], SaveAdapter("saved", str(saved), optimizer=True))
+    for n, engine in enumerate(engines):
+        do(engine, LoadAdapter("loaded", str(saved), optimizer=True))
+        run_passes(engine.trainer, [Pass("loaded", data, "cross_entropy")])
+        do(engine, OptimStep("loaded", STEP))
+        weights(engine, "loaded", tmp_path / str(n))
+    first, second = (load_file(tmp_path / str(n) / "adapter_model.safetensors") for n in range(2))
+    for name, expected in first.items():
+        np.testing.assert_allclose(second[name], expected, rtol=2e-4, atol=2e-6, err_msg=name)
+
+
+def test_a_wrong_datum_is_named_by_its_place_and_leaves_earlier_gradients(
+    engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    good = [datum(n, 8) for n in range(4)]
+    bad = [*good[:3], datum(9, 8, weights=np.ones(3, np.float32))]
+    for n, engine in enumerate(engines):
+        do(engine, CreateAdapter("mixed", LoraConfig(rank=4, seed=2)))
+        run_passes(engine.trainer, [Pass("mixed", good, "cross_entropy")])
+        (failed,) = run_passes(engine.trainer, [Pass("mixed", bad, "cross_entropy")])
+        assert isinstance(failed, Failure)
+        assert failed.category == "user"
+        assert failed.message.startswith("datum 3:")
+        assert do(engine, OptimStep("mixed", STEP))["skipped"] == 0.0
+        assert do(engine, OptimStep("mixed", STEP))["skipped"] == 1.0
+        weights(engine, "mixed", tmp_path / str(n))
+    first, second = (load_file(tmp_path / str(n) / "adapter_model.safetensors") for n in range(2))
+    for name, expected in first.items():
+        np.testing.assert_allclose(second[name], expected, rtol=2e-4, atol=2e-6, err_msg=name)
+
+
+async def test_a_run_is_restored_when_one_of_its_processes_dies(tmp_path: Path, ray_nodes: Nodes) -> None:
+    placements = {MODEL: Placement(ray_nodes.address, data=2)}
+    more = {"placements": placements, "snapshot_steps": 2, "long_poll": 80.0}
+    others = actors("TrainerActor")
+    told: list[list[float]] = []
+    for victim in (None, 0, 1):
+        async with serving(tmp_path / f"home-{victim}", build_engine, **more) as service:
+            user = User(service)
+            run = await user.run(seed=3)
+            losses: list[float] = []
+            for step in range(6):
+                if step == 3 and victim is not None:
+                    [one for one in actors("TrainerActor") if one not in others][victim].kill()
+                data = [harness_datum(10 * step + n) for n in range(5)]
+                passed = await user.forward_backward(run, 2 * step + 1, *data)
+                await user.result(await user.step(run, 2 * step + 2))
+                losses.append((await user.result(passed)).metrics["loss:sum"])
+            told.append(losses)
+            assert len(actors("TrainerActor")) == len(others) + 2
+    assert told[1] == told[2] == told[0], "the losses of an undisturbed run, to the last bit"
+    assert len(set(told[0])) == 6
