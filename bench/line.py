@@ -7,7 +7,7 @@ same weights and threads. A batch is 8 sequences of 128 tokens, rank 8. The side
 the table shows medians. Each of the four tenants is a process of its own, as users are. There are two
 servers: goals hold for `--durability process`, and the column `power` is the other, with its clients. A
 missed goal does not fail the run; a crash does. On a busy machine the figures mean little: the first line
-has the load average.
+has the load average. With `--device` it measures what bench/line_device.py says instead.
 """
 
 from __future__ import annotations
@@ -249,13 +249,32 @@ def parse() -> argparse.Namespace:
         "--official", type=Path, default=ROOT / ".venv-official/bin/python", help="its interpreter"
     )
     parser.add_argument("--ours", type=Path, default=ROOT / ".venv/bin/python", help="our interpreter")
+    gpu = parser.add_argument_group("with --device")
+    gpu.add_argument("--device", help="cuda, or cpu to try it: rounds of reinforcement learning")
+    gpu.add_argument("--shape", default="qwen3-0.6b", help="of bench/shapes.py")
+    gpu.add_argument("--sdk", default="tinker", choices=["tinker", "tinkex"], help="whose client")
+    gpu.add_argument("--prompts", type=int, default=64)
+    gpu.add_argument("--samples", type=int, default=4, help="of each prompt")
+    gpu.add_argument("--prompt-tokens", type=int, default=128)
+    gpu.add_argument("--tokens", type=int, default=128, help="of each sample")
+    gpu.add_argument("--rank", type=int, default=32)
+    gpu.add_argument("--counts", type=_counts, default="3,5,11,23,37,50,77,100,150,200,250", metavar="N,N,…",
+                     help="numbers of requests not seen before")  # fmt: skip
     options = parser.parse_args()
     options.rounds = 2 if options.quick else options.rounds
     return options
 
 
+def _counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",")]
+
+
 def main() -> None:
     options = parse()
+    if options.device is not None:
+        import line_device
+
+        return line_device.run(options)
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="tinkex-bench-") as directory:
         model = write_model("line", Path(directory), "cpu")

@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -47,11 +47,14 @@ class StoreError(OSError):
 
 
 @contextlib.contextmanager
-def atomic_directory(location: str | Path, *, overwrite: bool = False, sync: bool = True) -> Generator[Path]:
+def atomic_directory(
+    location: str | Path, *, overwrite: bool = False, sync: bool = True, sums: bool = True
+) -> Generator[Path]:
     """A temporary directory to write into; it becomes `location` on success and is removed on failure.
 
     Raises LocationExistsError if `location` exists and `overwrite` is not given. Without `sync`, the caller
-    adds checksums and syncs; in an object store both are always done.
+    adds checksums and syncs; in an object store both are always done. Without `sums` the caller has written
+    checksums of its own (`write_checksums`), which are not compared with the files.
     """
     if is_remote(location):
         with _new_prefix(str(location), overwrite) as temporary:
@@ -67,7 +70,8 @@ def atomic_directory(location: str | Path, *, overwrite: bool = False, sync: boo
     try:
         yield temporary
         if sync:
-            add_checksums(temporary)
+            if sums:
+                add_checksums(temporary)
             sync_tree(temporary)
         replaced = temporary.with_suffix(".old")
         if target.exists():
@@ -85,7 +89,13 @@ def add_checksums(directory: Path) -> None:
     if (directory / CHECKSUMS).exists():
         verify(directory)
         return
-    lines = [f"{_sum(directory / name)}  {name}\n" for name in _names(directory)]
+    write_checksums(directory)
+
+
+def write_checksums(directory: Path, known: Mapping[str, str] | None = None) -> None:
+    """Write the checksums of all files below; those that are `known` by name are not computed again."""
+    sums = known or {}
+    lines = [f"{sums.get(name) or _sum(directory / name)}  {name}\n" for name in _names(directory)]
     (directory / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
 

@@ -173,7 +173,8 @@ class SaveAdapter(Command[int]):
     """Write `run`'s adapter as a PEFT directory, atomically; returns its bytes.
 
     `optimizer` writes AdamW's state too. `location` must not exist yet unless `overwrite`. Without `sync`,
-    `tinkex.store.sync` flushes the files.
+    `tinkex.store.sync` flushes the files. With `sampling` only samplers read it: the files have the dtype in
+    which those compute, and checksums; later commands may be executed before they are written.
     """
 
     run: str
@@ -181,6 +182,7 @@ class SaveAdapter(Command[int]):
     optimizer: bool = False
     overwrite: bool = False
     sync: bool = True
+    sampling: bool = False
 
 
 @dataclass(frozen=True)

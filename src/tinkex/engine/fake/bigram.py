@@ -126,7 +126,7 @@ class FakeAdapter:
         weights = {f"base_model.model.fake.lora_{side}.weight": matrix for side, matrix in pair}
         state = {"exp_avg": self.moments, "exp_avg_sq": self.squares, "step": np.array([self.step])}
         peft = {"peft_type": "LORA", "base_model_name_or_path": model, "r": self.lora.rank}
-        options = {"overwrite": command.overwrite, "sync": command.sync}
+        options = {"overwrite": command.overwrite, "sync": command.sync or command.sampling}
         try:
             with store.atomic_directory(command.location, **options) as directory:
                 config = peft | {"lora_alpha": ALPHA, "tinkex": asdict(self.lora)}

@@ -68,17 +68,21 @@ def save_adapter(
 ) -> int:
     with new_directory(location, overwrite=overwrite, sync=sync) as temporary:
         save_file(_arrays(adapter, adapter.flat), temporary / WEIGHTS, {"format": "pt"})
-        write_json(temporary / CONFIG, _peft_config(adapter, base))
+        write_json(temporary / CONFIG, peft_config(adapter, base))
         if optimizer:
             moments = dict(zip(("exp_avg", "exp_avg_sq"), adapter.moments(), strict=True))
             arrays = {f"{m}.{k}": v for m, flat in moments.items() for k, v in _arrays(adapter, flat).items()}
             save_file(arrays, temporary / OPTIMIZER)
-        facts = {"format": 1, "lora": asdict(adapter.lora), "base": asdict(base), "step": adapter.step}
-        write_json(temporary / FACTS, facts)
+        write_json(temporary / FACTS, facts_of(adapter, base, adapter.step))
     return store.directory_bytes(location)
 
 
-def _named(adapter: Adapter, flat: Tensor) -> dict[str, Tensor]:
+def facts_of(adapter: Adapter, base: BaseIdentity, step: int) -> dict[str, Any]:
+    """What tinkex.json says."""
+    return {"format": 1, "lora": asdict(adapter.lora), "base": asdict(base), "step": step}
+
+
+def named(adapter: Adapter, flat: Tensor) -> dict[str, Tensor]:
     return {
         f"{PREFIX}{name}.lora_{side}.weight": view
         for name, pair in adapter.named(flat).items()
@@ -87,10 +91,10 @@ def _named(adapter: Adapter, flat: Tensor) -> dict[str, Tensor]:
 
 
 def _arrays(adapter: Adapter, flat: Tensor) -> dict[str, Any]:
-    return {name: view.contiguous().numpy() for name, view in _named(adapter, flat.cpu()).items()}
+    return {name: view.contiguous().numpy() for name, view in named(adapter, flat.cpu()).items()}
 
 
-def _peft_config(adapter: Adapter, base: BaseIdentity) -> dict[str, Any]:
+def peft_config(adapter: Adapter, base: BaseIdentity) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -117,10 +121,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def new_directory(location: str | Path, *, overwrite: bool = False, sync: bool = True) -> Iterator[Path]:
+def new_directory(location: str | Path, **options: bool) -> Iterator[Path]:
     """`store.atomic_directory`, where an existing directory is the user's error."""
     try:
-        with store.atomic_directory(location, overwrite=overwrite, sync=sync) as temporary:
+        with store.atomic_directory(location, **options) as temporary:
             yield temporary
     except store.LocationExistsError as error:
         raise user_error(str(error)) from None
@@ -149,9 +153,11 @@ def load_adapter(
     directory: Path, decoder: Decoder, base: BaseIdentity, *, optimizer: bool = False
 ) -> Adapter:
     """The adapter that a directory holds, for `decoder` and on its device: ours, or any of PEFT's."""
-    verify(directory, (WEIGHTS, CONFIG, FACTS, *([OPTIMIZER] if optimizer else [])))
-    weights, facts = directory / WEIGHTS, read_facts(directory)
-    saved, tensors = facts.get("base", {}), present(_read_tensors(weights))
+    files = weight_files(directory)
+    verify(directory, (*files, CONFIG, FACTS, *([OPTIMIZER] if optimizer else [])))
+    weights, facts = directory / files[0], read_facts(directory)
+    read = (_read_tensors(directory / file) for file in files)
+    saved, tensors = facts.get("base", {}), present({k: v for part in read for k, v in part.items()})
     if saved and saved.get("fingerprint") != base.fingerprint:
         raise user_error(
             f"{directory} was saved for the base model {saved.get('name')!r} ({saved.get('fingerprint')}), "
@@ -168,6 +174,19 @@ def load_adapter(
     if optimizer:
         _load_optimizer(adapter, directory, facts)
     return adapter
+
+
+def shard_name(number: int, count: int) -> str:
+    """One of `count` files of weights, counted from 1."""
+    return f"adapter_model-{number:05}-of-{count:05}.safetensors"
+
+
+def weight_files(directory: Path) -> list[str]:
+    """The names of the files that hold a directory's weights, or should."""
+    one = next(directory.glob("adapter_model-*-of-*.safetensors"), None)
+    if one is None or not (count := one.stem.rpartition("-")[2]).isdigit():
+        return [WEIGHTS]
+    return [shard_name(n + 1, int(count)) for n in range(int(count))]
 
 
 def _counts(tensors: Mapping[str, Tensor], name: str) -> list[int]:
@@ -218,7 +237,7 @@ def read_peft_config(directory: Path) -> dict[str, Any]:
 
 def _fill(adapter: Adapter, flat: Tensor, tensors: dict[str, Tensor], source: Path) -> None:
     """Copy every tensor to its place; names and shapes must be exactly the adapter's."""
-    places = _named(adapter, flat)
+    places = named(adapter, flat)
     missing, extra = sorted(places.keys() - tensors.keys()), sorted(tensors.keys() - places.keys())
     if missing or extra:
         raise user_error(

@@ -6,23 +6,32 @@ Builds the parts and plans the memory. Knows neither the arithmetic nor how requ
 from __future__ import annotations
 
 import re
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
 from tinkex.engine.grammar import Grammars
-from tinkex.engine.protocol import Command, EngineConfig, Heartbeat, ModelInfo, R
+from tinkex.engine.protocol import (
+    Command,
+    EngineConfig,
+    EngineError,
+    Heartbeat,
+    ModelInfo,
+    SaveAdapter,
+)
 from tinkex.engine.request import user_error
 from tinkex.engine.token_bytes import TokenTable
 from tinkex.engine.torch import memory
 from tinkex.engine.torch.backend import choose_backend
 from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.cpu_threads import SHARED, ComputeThreads, apart, usable_cores
-from tinkex.engine.torch.engine_thread import EngineThread
+from tinkex.engine.torch.engine_thread import EngineThread, settle
 from tinkex.engine.torch.kv import PAGE, KVCache, page_bytes
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.sampler import TorchSampler
+from tinkex.engine.torch.sampler_files import SamplerCopy
 from tinkex.engine.torch.sequences import PublishedAdapter
 from tinkex.engine.torch.states import StatePool, slot_bytes
 from tinkex.engine.torch.trainer import SUPPORTED_LOSSES, TorchTrainer
@@ -116,6 +125,7 @@ class TorchEngine:
 
     def close(self) -> None:
         self._thread.close()
+        self.trainer.close()
         self._grammars.close()
 
 
@@ -205,6 +215,33 @@ class QueuedTrainer:
 
     def __init__(self, thread: EngineThread, trainer: TorchTrainer) -> None:
         self._thread, self._trainer = thread, trainer
+        self._writer = ThreadPoolExecutor(1, "tinkex-writer")
 
-    def submit(self, command: Command[R]) -> Future[R]:
+    def submit(self, command: Command[Any]) -> Future[Any]:
+        if isinstance(command, SaveAdapter) and command.sampling:
+            return self._written_beside(command)
         return self._thread.submit(lambda: self._trainer.execute(command))
+
+    def _written_beside(self, command: SaveAdapter) -> Future[int]:
+        """A copy is taken in turn, and written while the engine's thread goes on."""
+        written: Future[int] = Future()
+
+        def write(copy: SamplerCopy) -> None:
+            if written.set_running_or_notify_cancel():
+                try:
+                    settle(written, copy.write())
+                except Exception as error:
+                    settle(written, error if isinstance(error, EngineError) else EngineError(str(error)))
+
+        def taken(taking: Future[SamplerCopy]) -> None:
+            if (error := taking.exception()) is not None:
+                settle(written, error)
+            else:
+                self._writer.submit(write, taking.result())
+
+        self._thread.submit(lambda: self._trainer.sampler_copy(command)).add_done_callback(taken)
+        return written
+
+    def close(self) -> None:
+        """What is being written gets written."""
+        self._writer.shutdown()

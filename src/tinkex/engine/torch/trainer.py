@@ -40,6 +40,7 @@ from tinkex.engine.torch.losses import LOSSES, Inputs, Loss, gradient, per_datum
 from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.optim import adamw_step
+from tinkex.engine.torch.sampler_files import SamplerCopy
 from tinkex.engine.torch.upload import from_device, to_device
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams, LoraConfig
@@ -181,7 +182,14 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         with shared(4 * adapter.flat.numel(), self._share_from):  # an element is four products' work
             return adamw_step(adapter, params)
 
+    def sampler_copy(self, command: p.SaveAdapter) -> SamplerCopy:
+        """What a save for sampling is to write, taken now."""
+        dtype = self.decoder.unembed_weight.dtype
+        return SamplerCopy(self.adapter(command.run), self.base, dtype, command)
+
     def _save(self, adapter: Adapter, command: p.SaveAdapter) -> int:
+        if command.sampling:
+            return self.sampler_copy(command).write()
         options = {"optimizer": command.optimizer, "overwrite": command.overwrite, "sync": command.sync}
         return adapter_files.save_adapter(adapter, command.location, self.base, **options)
 

@@ -10,7 +10,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,8 @@ class Saves:
             raise EngineError(f"sampler {sampler_id} exists already: use another number", "user")
         self.home.check_disk()
         if kept is None or not self.files.in_store:  # else the first time wrote it, in its place for good
-            size = await _write(self.files, engine, run.run_id, place, optimizer=False, recipients=None)
+            command = SaveAdapter(run.run_id, "", overwrite=True, sync=self.disk.power, sampling=True)
+            size = await _write(self.files, engine, place, command)
             self.home.count(run.owner, size)
             await self._must_fit(place, run.owner)
         written = kept.adapter_dir if kept is not None and self.files.in_store else place
@@ -92,7 +93,8 @@ class Saves:
             if kept is not None and not overwrite and kept.created_at < work.may_be_done_since:
                 raise EngineError(f"ResourceAlreadyExists: {path} exists already", "user")
             await self._check_room(run, kind, 0 if kept is None else kept.size_bytes)
-            size = await _write(self.files, engine, run.run_id, place, optimizer, recipients)
+            command = SaveAdapter(run.run_id, "", optimizer=optimizer, overwrite=True)
+            size = await _write(self.files, engine, place, command, recipients)
             now = time.time()
             row = CheckpointRow(
                 run.run_id, kind, request.path, run.owner, run.base_model, run.lora, place, size, now,
@@ -128,15 +130,14 @@ class Saves:
 
 
 async def _write(
-    files: SavedFiles, engine: Engine, run_id: str, place: str, optimizer: bool, recipients: list[Any] | None
+    files: SavedFiles, engine: Engine, place: str, command: SaveAdapter, recipients: list[Any] | None = None
 ) -> int:
-    """Write an adapter's files to their place, encrypted if there are recipients; returns their size."""
+    """Execute a save at its place, encrypted if there are recipients; returns the size of its files."""
 
     async def save(directory: Path) -> int:
         plain = directory.with_name(f".{directory.name}.plain.tmp") if recipients else directory
         try:
-            command = SaveAdapter(run_id, str(plain), optimizer=optimizer, overwrite=True)
-            size = await execute(engine, command)
+            size = await execute(engine, replace(command, location=str(plain)))
             if recipients:
                 size = await asyncio.to_thread(encryption.seal, plain, directory, recipients)
             return size
