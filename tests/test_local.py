@@ -67,7 +67,7 @@ def test_a_script_trains_and_samples_with_no_server(tmp_path: Path):
     says = [line for line in done.stderr.splitlines() if line.startswith("tinkex:")]
     assert says == [
         f"tinkex: no API key and no server are set, so models run in this process (state: {home})",
-        "tinkex: `tinkex console` shows its runs in a browser",
+        "tinkex: `tinkex console` shows its runs at http://127.0.0.1:8265",
     ]
     assert lines[6].split() == [home.as_uri()] * 2, "there is no console, and the place is real"
     # State lives in the home: another process goes on from it.

@@ -140,6 +140,11 @@ class Settings:
         chosen = self.base_url or self.api_key or self.credential_cmd
         return self.base_url == LOCAL or (not chosen and not self._has_stored_key())
 
+    @property
+    def hosted(self) -> bool:
+        """Whether the server is the hosted one: a key is set, and no URL or its URL."""
+        return not self.embedded and (self.base_url or HOSTED_URL) == HOSTED_URL
+
     def _has_stored_key(self) -> bool:
         """True also if the file cannot be read: then the use of the key reports why."""
         try:

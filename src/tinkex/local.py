@@ -42,7 +42,7 @@ NOT_INSTALLED = (
 )
 RUNS_HERE = (
     "tinkex: no API key and no server are set, so models run in this process (state: {home})\n"
-    "tinkex: `tinkex console` shows its runs in a browser"
+    "tinkex: `tinkex console` shows its runs at http://127.0.0.1:8265"
 )
 EXIT_PATIENCE = 120.0  # seconds that an engine has to end its micro-batch when the process ends
 EXIT_NOTICE = 0.5  # seconds after which a message says what is waited for

@@ -7,8 +7,10 @@ import os
 import re
 import shlex
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -204,8 +206,10 @@ def start(*arguments: str, home: Path) -> subprocess.Popen[str]:
 
 
 def test_the_command_fails_if_nothing_was_learned(model: Path, tmp_path: Path):
-    done = tinkex("demo", "--model", str(model), "--steps", "1", home=tmp_path)
+    done = tinkex("demo", "--model", str(model), "--steps", "1", "-n", "first try", home=tmp_path)
     assert done.returncode == 1, done.stderr
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as ledger:
+        assert ledger.execute("SELECT name FROM runs").fetchall() == [("first try",)]
     assert "It did not learn" in done.stdout
     assert (tmp_path / "demo" / "loss.png").exists()
     assert json.loads((tmp_path / "demo" / "pirate" / "adapter_config.json").read_text())["r"] == 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,8 @@ def test_a_new_project_trains_and_its_test_passes(
     before, after = (float(line.split()[-1]) for line in done.stdout.splitlines() if "held-out" in line)
     assert after < before
     assert "tinkex chat tinker://" in done.stdout
+    (run,) = json.loads(tinkex_command("run", "list", "-f", "json").stdout)["runs"]
+    assert run["name"] == "pirates"
     tested = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "pirates"]
     checked = subprocess.run(tested, capture_output=True, text=True, timeout=100)
     assert checked.returncode == 0, checked.stdout

@@ -182,8 +182,12 @@ def test_the_commands_take_their_options(tinkex_command: Command, model: Path, c
         "--env format --steps 1 --batch-size 1 --group-size 2 --max-tokens 4 --out run --log tensorboard"
     )
     pytest.importorskip("tensorboard")
-    done = tinkex_command("train", "grpo", "--model", model, *options.split())
+    done = tinkex_command("train", "grpo", "--model", model, "-n", "first try", *options.split())
     adapter = re.findall(r"adapter +(tinker://\S+)", done.stdout)[0]
+    (run,) = json.loads(tinkex_command("run", "list", "-f", "json").stdout)["runs"]
+    assert run["name"] == "first try"
+    by_prefix = json.loads(tinkex_command("run", "info", run["training_run_id"][:10], "-f", "json").stdout)
+    assert by_prefix["training_run_id"] == run["training_run_id"]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator("run/tensorboard").Reload()

@@ -21,12 +21,13 @@ from tinkex.models import DEFAULT
 @click.argument("kind", type=click.Choice(["sft", "rl"]), default="sft", metavar="[sft|rl]")
 @click.option("--model", default=DEFAULT, show_default=True, help="A base model: its name or its directory.")
 @click.option("--steps", type=Whole(1), help="Training steps.  [default: 14 for sft, 12 for rl]")
+@click.option("-n", "--name", help="What lists and the console call the run.  [default: demo-sft or demo-rl]")
 @click.option("--resume", is_flag=True, help="Continue where Ctrl-C stopped the last one.")
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False),
     help="Directory for the picture and the adapter.  [default: demo in TINKEX_HOME]",
 )  # fmt: skip
-def demo(kind: str, model: str, steps: int | None, resume: bool, out: Path | None) -> None:
+def demo(kind: str, model: str, steps: int | None, name: str | None, resume: bool, out: Path | None) -> None:
     """Fine-tune a small model on this machine's CPU, and check by program that it learned.
 
     sft (the default) teaches it to talk like a pirate from 48 examples, in about a minute on two cores. rl
@@ -52,9 +53,9 @@ def demo(kind: str, model: str, steps: int | None, resume: bool, out: Path | Non
         prefix = f"TINKER_BASE_URL={LOCAL} "
     base = obtain(model, settings.home / "models", offline=settings.offline)
     chosen = FineTune if kind == "sft" else Reinforce
-    lesson = chosen(model, place, steps=steps or chosen.steps)
+    lesson = chosen(model, place, steps=steps or chosen.steps, called=name or f"demo-{kind}")
     screen = Screen(base, _program_name(), prefix)
-    note("`tinkex console`, in another terminal, shows its curves in a browser")
+    note("`tinkex console`, in another terminal, shows its curves at http://127.0.0.1:8265")
     screen.title(f"{model} learns to {lesson.goal}", f"LoRA of rank {lesson.rank}")
     learned = lesson.play(screen, bookmark)
     if learned is None:

@@ -70,6 +70,7 @@ class Demo:
     steps: int
     rank: int
     learning_rate: float
+    called: str = ""  # the run, in lists and in the console
 
     def evaluate(self, sampler: tinkex.SamplingClient, tokenizer: Any, screen: Screen) -> tuple[float, str]:
         """Show answers to what is not trained on; a score from 0 to 1, and the same in words."""
@@ -86,9 +87,13 @@ class Demo:
         curve = list(bookmark.curve) if bookmark else []
         with tinkex.ServiceClient(base_url="local") as service:
             if bookmark is not None:
-                run = service.create_training_client_from_state_with_optimizer(bookmark.checkpoint)
+                run = service.create_training_client_from_state_with_optimizer(
+                    bookmark.checkpoint, name=self.called
+                )
             else:  # PEFT and vLLM can load an adapter without an unembedding; with one, only PEFT can.
-                run = service.create_lora_training_client(self.model, self.rank, seed=1, train_unembed=False)
+                run = service.create_lora_training_client(
+                    self.model, self.rank, seed=1, train_unembed=False, name=self.called
+                )
             tokenizer = run.get_tokenizer()
             screen.heading(f"Before: {self.tested}")
             sampler = service.create_sampling_client(base_model=self.model)

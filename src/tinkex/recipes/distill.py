@@ -56,7 +56,7 @@ def train_distill(
             progress.note(f"{directory.path} is finished; --fresh trains anew")
             return directory.outcome
         service = service or stack.enter_context(tinkex.ServiceClient())
-        run = directory.resume(service) or config.create_run(service)
+        run = directory.resume(service) or config.create_run(service, directory.name)
         tokenizer = run.get_tokenizer()
         teacher = sampler_of(service, config.teacher)
         check_vocabularies(tokenizer, teacher.get_tokenizer(), config)

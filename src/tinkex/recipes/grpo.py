@@ -81,7 +81,7 @@ def train_grpo(
             progress.note(f"{directory.path} is finished; --fresh trains anew")
             return directory.outcome
         service = service or stack.enter_context(tinkex.ServiceClient())
-        run = directory.resume(service) or config.create_run(service)
+        run = directory.resume(service) or config.create_run(service, directory.name)
         tokenizer = run.get_tokenizer()
         steps = config.steps or 50
         peak = config.peak_learning_rate(service, "grpo")

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import tinkex
+from tinkex.config import Settings
 from tinkex.errors import InvalidInputError
 from tinkex.recipes.progress import Progress
 from tinkex.recipes.run_directory import RunDirectory, trained
 from tinkex.recipes.schedule import Schedule, default_learning_rate, learning_rate_at
 
 MODEL = "SmolLM2-135M-Instruct"
-# Where a run is kept, and where its metrics go, do not change what it computes.
-_FREE = ("out", "log", "fresh", "show_batch")
+# Where a run is kept, what it is called and where its metrics go do not change what it computes.
+_FREE = ("out", "name", "log", "fresh", "show_batch")
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
@@ -43,6 +44,9 @@ class TrainConfig:
         None, "Start from a saved adapter (tinker://…/weights/…, or a run's directory).", names=("--from",)
     )
     out: str | None = option(None, "Directory of the run; the same one again resumes it.")
+    name: str | None = option(
+        None, "What lists and the console call the run; by default as its directory.", names=("-n", "--name")
+    )
     rank: int = option(32, "Rank of the LoRA adapter.")
     learning_rate: float | None = option(None, "The highest learning rate; by default that of the model.")
     schedule: Schedule = option("linear", "How the learning rate falls.")  # noqa: RUF009
@@ -75,14 +79,16 @@ class TrainConfig:
         named = Path("runs") / f"{recipe}-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(what).stem)}"
         place = Path(self.out).expanduser() if self.out else named
         settings = self.settings(recipe, **facts)
-        return RunDirectory(place, settings, progress, fresh=self.fresh, tracker=self.log)
+        # Only Tinkex servers know names of runs.
+        name = self.name or (None if Settings.read().hosted else place.absolute().name)
+        return RunDirectory(place, settings, progress, fresh=self.fresh, tracker=self.log, name=name)
 
-    def create_run(self, service: tinkex.ServiceClient) -> tinkex.TrainingClient:
+    def create_run(self, service: tinkex.ServiceClient, name: str | None) -> tinkex.TrainingClient:
         """A new adapter, or a saved one with a new optimizer."""
         if self.start_from is not None:
-            return service.create_training_client_from_state(trained(self.start_from, state=True))
+            return service.create_training_client_from_state(trained(self.start_from, state=True), name=name)
         return service.create_lora_training_client(
-            self.model, self.rank, seed=self.seed, train_unembed=self.train_unembed
+            self.model, self.rank, seed=self.seed, train_unembed=self.train_unembed, name=name
         )
 
     def reference(self, service: tinkex.ServiceClient) -> tinkex.SamplingClient:

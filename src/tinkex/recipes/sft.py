@@ -68,7 +68,7 @@ def train_sft(
             progress.note(f"{directory.path} is finished; --fresh trains anew")
             return directory.outcome
         service = service or stack.enter_context(tinkex.ServiceClient())
-        run = directory.resume(service) or config.create_run(service)
+        run = directory.resume(service) or config.create_run(service, directory.name)
         tokenizer = run.get_tokenizer()
 
         made = read.map(lambda each: sft_data(tokenizer, each, config), skip_bad=config.skip_bad)
