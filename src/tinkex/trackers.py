@@ -15,8 +15,10 @@ from typing import Any, Protocol
 
 from tinkex.errors import InvalidInputError
 
-log = logging.getLogger("tinkex.recipes")
-TRACKERS = ("wandb", "trackio", "tensorboard")
+log = logging.getLogger("tinkex")
+EXPERIMENT_TRACKERS = ("wandb", "trackio")
+TRACKERS = (*EXPERIMENT_TRACKERS, "tensorboard")
+PROJECT = "tinkex"
 
 
 class Tracker(Protocol):
@@ -34,33 +36,50 @@ def open_tracker(kind: str, name: str, directory: Path, settings: Mapping[str, A
     try:
         if kind == "tensorboard":
             return TensorboardFiles(directory / "tensorboard")
-        return ExperimentTracker(import_module(kind), kind, name, directory, settings)
+        return Tolerant(ExperimentTracker(kind, name, name, directory, settings))
     except ImportError as error:
         raise InvalidInputError(f"--log {kind} needs its package: pip install {kind} ({error})") from None
 
 
 class ExperimentTracker:
-    """wandb or trackio, which have the same functions."""
+    """One run of wandb or trackio, beside others of this process; `key` finds the same run again."""
 
     def __init__(
-        self, module: Any, kind: str, name: str, directory: Path, settings: Mapping[str, Any]
+        self, kind: str, key: str, name: str, directory: Path, config: Mapping[str, Any], **more: Any
     ) -> None:
-        plain = {
-            key: value if isinstance(value, int | float | bool) else str(value)
-            for key, value in settings.items()
-        }
-        more: dict[str, Any] = {"dir": str(directory), "id": name} if kind == "wandb" else {}
-        self._module = module
-        self._run = module.init(project="tinkex", name=name, config=plain, resume="allow", **more)
+        module = import_module(kind)
+        plain = {k: v if isinstance(v, int | float | bool) else str(v) for k, v in config.items()}
+        self._wandb = kind == "wandb"
+        if self._wandb:
+            more |= {"dir": str(directory), "id": key, "reinit": "create_new"}
+        self._run = module.init(project=PROJECT, name=name, config=plain, resume="allow", **more)
+        if self._wandb:  # its own steps may only rise: a run that is set back to a checkpoint goes back
+            self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._wandb:
+            self._run.log({**metrics, "step": step})
+        else:
+            self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Tolerant:
+    """A tracker whose failures are told, and cost nothing else."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         try:
-            self._module.log(dict(metrics), step=step)
+            self._tracker.log(step, metrics)
         except Exception as error:  # whatever a library of others raises: training goes on
             log.warning("the metrics of step %d were not tracked: %s", step, error)
 
     def close(self) -> None:
-        self._module.finish()
+        self._tracker.close()
 
 
 class TensorboardFiles:

@@ -22,6 +22,7 @@ DIRECTORIES = {
     "agents": ".venv-agents",
     "inspect": ".venv-inspect",
     "lm-eval": ".venv-lm-eval",
+    "trackers": ".venv-trackers",
     "verifiers": ".venv-verifiers",
     "cookbook": ".venv-cookbook",
     "cookbook-tinkex": ".venv-cookbook-tinkex",

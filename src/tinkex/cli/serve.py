@@ -6,6 +6,7 @@ notices within seconds. A key or a token is shown once.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 import shutil
@@ -25,6 +26,7 @@ from tinkex.config import Settings, normalize_url
 from tinkex.errors import InvalidInputError
 from tinkex.models import CATALOGUE, DEFAULT, is_fetchable, unknown_model
 from tinkex.store import read_location
+from tinkex.trackers import EXPERIMENT_TRACKERS
 
 if TYPE_CHECKING:
     from tinkex.engine.protocol import Placement
@@ -137,6 +139,11 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     help="The share of prompts whose samples the console shows, token by token: from 0 to 1.",
 )  # fmt: skip
 @click.option("--rollout-bytes", default="64MiB", metavar="SIZE", help="Of one run's; then the oldest go.")
+@click.option(
+    "--mirror", "mirrors", multiple=True, type=click.Choice(EXPERIMENT_TRACKERS),
+    help="Send the metrics of every run to this tracker too, which is set up by its own environment "
+    "variables; may be repeated.  [default: none]",
+)  # fmt: skip
 @click.option("--preload/--no-preload", default=True, help="Load every model at start, or each on first use.")
 @click.option(
     "--drain", default=5.0, type=Finite(0, 86400),
@@ -150,7 +157,7 @@ def serve(
     quantize: str, deterministic: bool, public_url: str, max_context: int | None, disk_quota: str,
     durability: str, disk_per_user: str, runs_per_user: int, max_connections: int, requests_per_user: int,
     body_memory: str, body_memory_per_user: str, cors_origins: tuple[str, ...], keep_rollouts: float,
-    rollout_bytes: str, preload: bool,
+    rollout_bytes: str, mirrors: tuple[str, ...], preload: bool,
     drain: float, log_level: str, engine: str,
 ) -> None:  # fmt: skip
     """Serve base models to any Tinker client.
@@ -201,6 +208,7 @@ def serve(
         runs_per_user=runs_per_user,
         keep_rollouts=keep_rollouts,
         rollout_bytes=read_size(rollout_bytes),
+        mirrors=_installed(mirrors),
     )
     url = normalize_url(public_url) if public_url else ""
     config = ServerConfig(
@@ -254,6 +262,14 @@ def read_model(spec: str, *, any_place: bool = False) -> tuple[str, str]:
     if not any_place and not is_fetchable(place):
         raise InvalidInputError(f"--model {spec!r}: {unknown_model(place, CATALOGUE)}")
     return name, place  # the service finds it on this machine, or fetches it
+
+
+def _installed(trackers: tuple[str, ...]) -> tuple[str, ...]:
+    """Trackers to which metrics go; each needs its package, which is not one of the server's."""
+    for name in trackers:
+        if importlib.util.find_spec(name) is None:
+            raise click.ClickException(f"--mirror {name} needs its package: pip install {name}")
+    return tuple(dict.fromkeys(trackers))
 
 
 def _disk(place: Path) -> int:

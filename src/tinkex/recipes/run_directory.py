@@ -24,7 +24,7 @@ from typing import Any, TextIO
 import tinkex
 from tinkex.errors import InvalidInputError, NotFoundError, TinkerError
 from tinkex.recipes.progress import Progress
-from tinkex.recipes.trackers import Tracker, open_tracker
+from tinkex.trackers import Tracker, open_tracker
 
 _WINDOW = 11  # results over which the speed is measured
 _FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "state.json", "result.json", "tracked.json")
@@ -59,9 +59,10 @@ class RunDirectory:
     """Opens a directory for one run: a new one, or one to go on with."""
 
     def __init__(
-        self, path: Path, settings: Mapping[str, Any], progress: Progress, *, fresh: bool, tracker: str | None
-    ) -> None:
-        self.path, self.progress = path, progress
+        self, path: Path, settings: Mapping[str, Any], progress: Progress, *, fresh: bool,
+        tracker: str | None, name: str | None = None,
+    ) -> None:  # fmt: skip
+        self.path, self.progress, self.name = path, progress, name
         path.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(path)
         if fresh:
@@ -95,7 +96,7 @@ class RunDirectory:
         if self.saved is None:
             return None
         try:
-            return service.create_training_client_from_state_with_optimizer(self.saved.path)
+            return service.create_training_client_from_state_with_optimizer(self.saved.path, name=self.name)
         except NotFoundError as error:
             raise InvalidInputError(
                 f"{self.path} goes on from {self.saved.path}, which is gone ({error}); --fresh starts anew"

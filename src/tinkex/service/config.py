@@ -58,3 +58,4 @@ class ServiceConfig:
     # what the console shows beside metrics
     keep_rollouts: float = 0.0  # the share of prompts whose samples are kept, from 0 to 1
     rollout_bytes: int = 64 * 1024 * 1024  # of one run; beyond that the oldest are dropped
+    mirrors: tuple[str, ...] = ()  # trackers that get the metrics of every run too: wandb, trackio

@@ -23,6 +23,7 @@ from typing import Any
 from tinkex.service.access import Access
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger, LedgerFullError
+from tinkex.service.mirrors import MetricMirrors
 from tinkex.service.refusal import Caller
 from tinkex.service.rows import RunRow
 from tinkex.service.run_series import LOGGED, STEPS, last_step, merged
@@ -118,8 +119,15 @@ class _Totals:
 class RunMetrics:
     """Writes and serves the metrics of runs."""
 
-    def __init__(self, home: Home, access: Access, ledger: Ledger, wrote: Callable[[Path], None]) -> None:
-        self._home, self._wrote = home, wrote
+    def __init__(
+        self,
+        home: Home,
+        access: Access,
+        ledger: Ledger,
+        wrote: Callable[[Path], None],
+        mirrors: MetricMirrors,
+    ) -> None:
+        self._home, self._wrote, self._mirrors = home, wrote, mirrors
         self._access = access
         self._ledger = ledger
         self._windows: defaultdict[str, _Window] = defaultdict(_Window)
@@ -188,6 +196,8 @@ class RunMetrics:
 
     def _append(self, run_id: str, file: str, line: Mapping[str, float | None]) -> None:
         finite = {name: value for name, value in line.items() if value is not None and math.isfinite(value)}
+        if self._mirrors and (row := self._ledger.run(run_id)) is not None:
+            self._mirrors.put(row, finite)
         try:
             directory = self._home.run_dir(run_id)
             directory.mkdir(parents=True, exist_ok=True)

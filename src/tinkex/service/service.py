@@ -35,6 +35,7 @@ from tinkex.service.group_commit import GroupCommit, replay
 from tinkex.service.home import Home
 from tinkex.service.imports import Imports
 from tinkex.service.ledger import Ledger, LedgerError, LedgerFullError
+from tinkex.service.mirrors import MetricMirrors
 from tinkex.service.peers import Peers
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rollouts import RolloutRecorder
@@ -136,7 +137,8 @@ class Service:
             ledger, activity, (lambda token: None) if server is None else server.opened_by
         )
         self.traces = traces = SessionTraces(home, files, access, activity)
-        self.metrics = metrics = RunMetrics(home, access, ledger, wrote)
+        self.mirrors = mirrors = MetricMirrors(config.mirrors, home.root)
+        self.metrics = metrics = RunMetrics(home, access, ledger, wrote, mirrors)
         self.rollouts = rollouts = RolloutRecorder(
             home, config.keep_rollouts, config.rollout_bytes, metrics.steps_of
         )
@@ -262,6 +264,7 @@ class Service:
         except Refusal as refusal:  # of a server that was taken over: others have its runs
             log.error("runs were not saved: %s", refusal)
         await asyncio.to_thread(self.rollouts.stop)
+        await asyncio.to_thread(self.mirrors.stop)
         self.flush()
         if self.peers is not None:
             await self.peers.stop()
