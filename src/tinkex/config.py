@@ -97,6 +97,7 @@ class Settings:
     credentials_file: Path = Path("~/.tinker/credentials.json")
     offline: bool = False
     quantize: str = "none"  # how models in this process keep their frozen matrices
+    keep_rollouts: str = ""  # the share of prompts whose samples are kept by models in this process
     no_color: bool = False
     http_proxy: bool = False  # http:// goes through a proxy, which the HTTP library finds
 
@@ -130,6 +131,7 @@ class Settings:
             credentials_file=Path("~/.tinker/credentials.json").expanduser(),
             http_proxy=any(map(get, ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"))),
             quantize=get("TINKEX_QUANTIZE") or "none",
+            keep_rollouts=get("TINKEX_KEEP_ROLLOUTS") or "",
             no_color=get("NO_COLOR") is not None,
             offline=is_on("HF_HUB_OFFLINE"),
         )

@@ -26,7 +26,7 @@ from tinkex.client.server_connection import ServerConnection
 from tinkex.client.transport import NO_CONTEXT, CallContext
 from tinkex.config import LOCAL, Settings
 from tinkex.engine.protocol import Engine, EngineConfig
-from tinkex.errors import FailedRequest, FailedResponse, TinkerError, status_error
+from tinkex.errors import FailedRequest, FailedResponse, InvalidInputError, TinkerError, status_error
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import LOCAL_USER, Caller, Refusal
 from tinkex.service.service import Service
@@ -112,7 +112,23 @@ def service_config(settings: Settings) -> ServiceConfig:
         any_path=True,
         resume=False,
         offline=settings.offline,
+        keep_rollouts=_share(settings.keep_rollouts),
     )
+
+
+def _share(given: str) -> float:
+    """The share of prompts whose samples are kept, for `tinkex console`.
+
+    >>> _share(""), _share("0.1")
+    (0.0, 0.1)
+    """
+    try:
+        share = float(given or 0)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise InvalidInputError(f"TINKEX_KEEP_ROLLOUTS must be a number from 0 to 1, got {given!r}")
+    return share
 
 
 _transports: dict[Path, LocalTransport] = {}
@@ -125,6 +141,7 @@ def _stop_engines() -> None:
         return  # a forked child: its engines are its parent's
     for transport in _transports.values():
         transport.service.models.begin_closing()
+        transport.service.rollouts.stop()
         for engine in transport.service.models.engines():
             try:
                 _close(engine)

@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -23,6 +24,7 @@ from tinkex import (
     AdamParams,
     Datum,
     ModelInput,
+    NotFoundError,
     RequestFailedError,
     SamplingParams,
     ServiceClient,
@@ -31,7 +33,7 @@ from tinkex import (
 from tinkex.server.api_keys import hash_key
 from tinkex.server.console.site import HERE
 from tinkex.service.ledger import Ledger
-from tinkex.service.run_series import STEPS
+from tinkex.service.run_series import STEPS, RunSeries
 
 ALICE, BOB = KEY["x-api-key"], "tml-bob"
 DATA = [Datum(ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})]
@@ -347,6 +349,46 @@ def test_a_page_is_sent_what_is_new_and_nothing_twice(server: Running) -> None:
     assert any(name == "part" and "running" in json.loads(data)["html"] for name, data in events)
 
 
+def counted(method: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
+    def call(*given: Any, **more: Any) -> Any:
+        calls[method.__name__] += 1
+        return method(*given, **more)
+
+    return call
+
+
+def test_what_many_pages_show_is_read_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty pages of one run that are open for four seconds: one look a second, not twenty."""
+    service = ServiceClient(base_url=server.url, api_key=ALICE)
+    run = service.create_lora_training_client(MODEL, rank=4, timeout=20)
+    looks = Counter[str]()
+    for name in ("read", "last"):
+        monkeypatch.setattr(RunSeries, name, counted(getattr(RunSeries, name), looks))
+    cookie, found = Browser(server, ALICE).cookie, list[list[tuple[str, str]]]()
+
+    def watch() -> None:
+        found.append(read_events(server, f"/console/runs/{run.model_id}/events", cookie, 4))
+
+    watching = [threading.Thread(target=watch) for _ in range(20)]
+    for one in watching:
+        one.start()
+    for _ in range(8):
+        run.forward_backward(DATA, "cross_entropy")
+        run.optim_step(AdamParams(learning_rate=0.25)).result(20)
+        time.sleep(0.5)
+    for one in watching:
+        one.join(20)
+    assert len(found) == 20
+    for events in found:
+        points = [
+            json.loads(data)["curves"].get("loss", {"x": []}) for name, data in events if name == "points"
+        ]
+        steps = [x for one in points for x in one["x"]]
+        assert steps == sorted(set(steps))
+    assert looks["read"] < 40  # 20 at first, at most
+    assert looks["last"] < 10
+
+
 def test_runs_are_renamed_and_deleted_by_their_forms(server: Running) -> None:
     service = ServiceClient(base_url=server.url, api_key=ALICE)
     run = service.create_lora_training_client(MODEL, rank=4, timeout=20)
@@ -409,10 +451,15 @@ def test_what_goes_on_is_told_with_its_errors(server: Running) -> None:
     wrong = [Datum(ModelInput.from_ints([10**6]), {"target_tokens": [5]})]
     with pytest.raises(RequestFailedError):
         run.forward_backward(wrong, "cross_entropy").result(20)
+    with pytest.raises(NotFoundError):
+        service.create_rest_client().get_training_run("none:train:0").result(20)
     page = Page(Browser(server, ALICE).get("/console/now").body)
     assert "forward_backward of failing" in page.text
     assert "token ids are" in page.text
     assert "KV pages" in page.text
+    assert "Batch occupancy" in page.text
+    assert "Adapters in training" in page.text
+    assert "404: " in page.text, "what was refused at once"
     assert "forward_backward: executed" in page.text
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from html import unescape
 from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
 
+from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tests.server.conftest import Answer, Running
 from tinkex.server.api_keys import hash_key
 from tinkex.service.ledger import Ledger, LedgerError
@@ -62,8 +65,9 @@ def test_a_reader_of_the_ledger_sees_what_is_written_and_writes_nothing(home: Pa
         LedgerReader(home / "none.sqlite")
 
 
-@pytest.mark.slow
-def test_tinkex_console_shows_a_home_that_is_in_use_and_takes_no_lock(home: Path) -> None:
+@contextmanager
+def console(home: Path) -> Iterator[tuple[Getter, str]]:
+    """`tinkex console`, and the path that logs in."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TINK")}
     command = [sys.executable, "-m", "tinkex.cli", "console", "--home", str(home), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
@@ -72,10 +76,18 @@ def test_tinkex_console_shows_a_home_that_is_in_use_and_takes_no_lock(home: Path
         url = process.stdout.readline().strip()
         found = re.fullmatch(r"(http://127.0.0.1:(\d+))(/console/login\?key=tml-[\w-]+)", url)
         assert found, url
-        get = Getter(int(found[2]))
+        yield Getter(int(found[2])), found[3]
+    finally:
+        process.terminate()
+        assert process.wait(20) in (0, -15, 130)
+
+
+@pytest.mark.slow
+def test_tinkex_console_shows_a_home_that_is_in_use_and_takes_no_lock(home: Path) -> None:
+    with console(home) as (get, link):
         assert get("/console/runs").status == 303, "nobody comes in without the key"
         assert get("/console/login?key=tml-wrong").status == 401
-        welcome = get(found[3])
+        welcome = get(link)
         assert (welcome.status, welcome.headers["location"]) == (303, "/console/runs")
         get.cookie = welcome.headers["set-cookie"].partition(";")[0]
         listed = get("/console/runs").body
@@ -84,6 +96,7 @@ def test_tinkex_console_shows_a_home_that_is_in_use_and_takes_no_lock(home: Path
         assert b"0.5" in get("/console/runs/aaaa:train:0/curves").body
         for path in ("runs/aaaa:train:0", "runs/aaaa:train:0/rollouts", "checkpoints", "admin", "admin/disk"):
             assert get(f"/console/{path}").status == 200, path
+        assert b"TINKEX_KEEP_ROLLOUTS" in get("/console/runs/aaaa:train:0/rollouts").body
         assert b"Rename" not in get("/console/runs/aaaa:train:0").body
         for path in ("playground", "now", "runs/aaaa:train:0/rename", "runs/aaaa:train:0/delete"):
             assert get(f"/console/{path}").status in (404, 405), path
@@ -91,9 +104,44 @@ def test_tinkex_console_shows_a_home_that_is_in_use_and_takes_no_lock(home: Path
             ledger.update_run("aaaa:train:0", steps=77)
         assert b">77<" in get("/console/runs").body
         assert not (home / "lock").exists()
-    finally:
-        process.terminate()
-        assert process.wait(20) in (0, -15, 130)
+
+
+SCRIPT = """
+import sys, tinkex
+service = tinkex.ServiceClient(base_url="local")
+run = service.create_lora_training_client(sys.argv[1], rank=4, name="embedded")
+sampler = run.save_weights_and_get_sampling_client()
+params = tinkex.SamplingParams(max_tokens=6, stop=[])
+for one in sampler.sample(tinkex.ModelInput.from_ints([5, 6, 7]), 2, params).result().sequences:
+    whole, before = [5, 6, 7, *one.tokens], [0.0, 0.0]
+    inputs = {"target_tokens": whole[1:], "logprobs": before + one.logprobs, "advantages": before + [0.5] * 6}
+    data = [tinkex.Datum(tinkex.ModelInput.from_ints(whole[:-1]), inputs)]
+    run.forward_backward(data, "importance_sampling")
+run.optim_step(tinkex.AdamParams()).result()
+print(run.model_id)
+"""
+
+
+@pytest.mark.slow
+def test_rollouts_of_an_embedded_run_are_shown(tmp_path: Path) -> None:
+    model, home = tiny_model(tmp_path, "qwen3"), tmp_path / "home"
+    tiny_tokenizer(model)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("TINK")}
+    environment = clean | {"TINKEX_HOME": str(home), "TINKEX_KEEP_ROLLOUTS": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(model)], capture_output=True, text=True, timeout=100, cwd=ROOT,
+        env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rollouts = f"/console/runs/{done.stdout.strip()}/rollouts"
+    with console(home) as (get, link):
+        get.cookie = get(link).headers["set-cookie"].partition(";")[0]
+        (group,) = set(re.findall(rf"{rollouts}/(\w+)", get(rollouts).body.decode()))
+        _, second = re.findall(r'data-tokens="([^"]+)"', get(f"{rollouts}/{group}").body.decode())
+        told = json.loads(get(unescape(second)).body)
+    assert len(told["answer"]) == len(told["logprobs"]) == len(told["trainer"]) == 6
+    assert told["logprobs"] == pytest.approx(told["trainer"], abs=1e-3)  # nothing was trained in between
+    assert told["advantage"] == 0.5
 
 
 class Getter:

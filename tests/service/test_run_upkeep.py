@@ -133,7 +133,7 @@ async def test_a_step_tells_entropy_and_advantages_and_where_its_time_went(servi
     advantages = ([0.0, 2.0, 2.0], [0.0, -1.0, -1.0], [0.0, 0.0, 0.0])
     data = [
         Datum(ModelInput.from_ints([5, 6, 7]),
-              {"target_tokens": [6, 7, 8], "logprobs": [-1.0] * 3, "advantages": given})
+              {"target_tokens": [6, 7, 8], "logprobs": [0.0, -1.0, -1.0], "advantages": given})
         for given in advantages
     ]  # fmt: skip
     work = ForwardBackwardInput(data, "importance_sampling", None)
@@ -145,10 +145,13 @@ async def test_a_step_tells_entropy_and_advantages_and_where_its_time_went(servi
         await user.call(ops.GET_RUN_METRICS, training.GetTrainingRunRequest(training_run_id=run))
     ).splitlines()
     line = json.loads(line)
-    sampled = [lp for record in output.loss_fn_outputs[:2] for lp in record["logprobs"].tolist()[1:]]
+    sampled = [lp for record in output.loss_fn_outputs for lp in record["logprobs"].tolist()[1:]]
     assert line["entropy:mean"] == pytest.approx(-sum(sampled) / len(sampled))
-    assert line["advantage:mean"] == pytest.approx((2.0 - 1.0) / 2)
-    assert line["positive_advantages:mean"] == 0.5
+    assert line["advantage:mean"] == pytest.approx((2.0 - 1.0) / 3)
+    assert line["positive_advantages:mean"] == pytest.approx(1 / 3)
+    assert line["answer_tokens:mean"] == 2
+    assert line["reward_spread:mean"] == pytest.approx(3.0)
+    assert "better_answers:mean" not in line  # three rewards, and not centred
     assert line["seconds"] > 0
     assert line["waiting_seconds"] >= 0
     assert line["publishing_seconds"] == 0

@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from tinkex.engine.gpus import GpuReading
 from tinkex.types.data import Datum
 from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
 from tinkex.types.params import AdamParams, LoraConfig, SamplingParams
@@ -374,6 +375,8 @@ class Heartbeat:
     trouble: str  # why, if not alive
     stats: Mapping[str, float]  # adapters, KV pages, sequences running and waiting
     memory: Mapping[str, int]  # bytes planned for each use
+    node: str = ""  # the machine that it runs on, if that is not this process's
+    gpus: tuple[GpuReading, ...] = ()  # of that machine
 
 
 class Engine(Protocol):
@@ -406,6 +409,10 @@ class PartitionedEngine(Engine, Protocol):
 
         Closing it ends that trainer alone. All of them have the same sampler.
         """
+        ...
+
+    def processes(self) -> list[tuple[str, Heartbeat]]:
+        """The last report of every process, by what it is."""
         ...
 
 

@@ -9,6 +9,7 @@ id and nothing else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import re
@@ -191,6 +192,14 @@ class Gateway:
         finally:
             self._polls.discard(task)
 
+    def refused(self, http: IncomingRequest, what: str, status: int, message: str) -> None:
+        """Tell the console of a refused request, if it is known whose it was. Clients repeat 429 and 503."""
+        with contextlib.suppress(Refusal):
+            if status in (429, 503):
+                return
+            owner = self.authenticator.identify(credential(http.headers)).user
+            self.metrics.refused(owner, what, f"{status}: {self.without_paths(message)}")
+
     async def drain(self, seconds: float) -> None:
         """Give open polls and streams `seconds` to finish, then end them."""
         self.draining = True
@@ -242,10 +251,11 @@ class Endpoint:
                     raise
                 return await self._gateway.forward(http, b"", there)
         except Exception as error:
-            return self._failure(error, request_id)
+            return self._failure(error, request_id, http)
 
-    def _failure(self, error: Exception, request_id: str) -> Response:
+    def _failure(self, error: Exception, request_id: str, http: IncomingRequest) -> Response:
         def respond(status: int, message: str, headers: dict[str, str] | None) -> Response:
+            self._gateway.refused(http, self._name, status, message)
             return self._error_response(status, self._gateway.without_paths(message), headers)
 
         match error:

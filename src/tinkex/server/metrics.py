@@ -76,6 +76,10 @@ class Metrics:
         self.failures[str(outcome.category)] += 1
         self.errors.append(RecentError(time.time(), owner, what, outcome.error))
 
+    def refused(self, owner: str, what: str, text: str) -> None:
+        """A request was answered with an error."""
+        self.errors.append(RecentError(time.time(), owner, what, text))
+
     def sampled(self, row: SamplerRow, seconds: float, outcome: Outcome, request: SampleRequest) -> None:
         """A sample request ended, `seconds` after it was accepted."""
         self.samples.add(seconds)

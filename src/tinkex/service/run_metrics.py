@@ -24,6 +24,7 @@ from tinkex.service.access import Access
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger, LedgerFullError
 from tinkex.service.mirrors import MetricMirrors
+from tinkex.service.policy_metrics import pass_metrics
 from tinkex.service.refusal import Caller
 from tinkex.service.rows import RunRow
 from tinkex.service.run_series import LOGGED, STEPS, last_step, merged
@@ -32,7 +33,6 @@ from tinkex.types.training import GetTrainingRunRequest, LogRunMetricsRequest
 
 log = logging.getLogger("tinkex.service")
 MAX_BYTES = 8 * 1024 * 1024  # of one file of a run: some 30,000 steps
-MOST_DATUMS = 256  # of one pass that are looked at; of more, some
 CURVE = 48  # means of the loss that the ledger keeps of a run: up to twice as many
 
 
@@ -148,7 +148,9 @@ class RunMetrics:
         elif work.one_pass is not None and not future.failed:
             totals.tokens += work.tokens
             if work.backward:
-                window.add(future.outcome.metrics | _policy_metrics(work))
+                window.add(
+                    future.outcome.metrics | pass_metrics(work.one_pass.data, future.outcome.loss_fn_outputs)
+                )
 
     def _of(self, row: RunRow) -> _Totals:
         if row.run_id not in self._totals:
@@ -222,33 +224,6 @@ class RunMetrics:
         """The lines of the steps, with what the client logged for each; empty if there is none."""
         row = self._access.run(request.training_run_id, caller)
         return await asyncio.to_thread(merged, self._home.run_dir(row.run_id))
-
-
-def _policy_metrics(work: Execution) -> dict[str, float]:
-    """What the advantages of a pass tell beside the engine's metrics, over its datums or some of them.
-
-    The entropy is estimated by the sampled tokens: the mean of minus their logprobs.
-    """
-    assert work.one_pass is not None
-    data, outputs = work.one_pass.data, work.future.outcome.loss_fn_outputs
-    stride = max(1, len(data) // MOST_DATUMS)
-    surprise = tokens = total = positive = count = 0.0
-    for datum, output in zip(data[::stride], outputs[::stride], strict=False):
-        given, logprobs = datum.loss_fn_inputs.get("advantages"), output.get("logprobs")
-        if given is None or logprobs is None or given.values_np.size != logprobs.values_np.size:
-            return {}
-        advantages = given.values_np
-        active = advantages != 0
-        if number := int(active.sum()):
-            surprise -= float(logprobs.values_np[active].sum())
-            mean = float(advantages[active].mean())
-            tokens, total, positive, count = tokens + number, total + mean, positive + (mean > 0), count + 1
-    if not tokens:
-        return {}
-    return {
-        "entropy:mean": surprise / tokens, "advantage:mean": total / count,
-        "positive_advantages:mean": positive / count,
-    }  # fmt: skip
 
 
 def _append(path: Path, line: bytes) -> int:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import mean
 
+import pytest
+
 from tests.compat.cookbook.kitchen import SOURCE, Kitchen, Run
+from tinkex import ServiceClient
 
 
 def check_rl_loop(kitchen: Kitchen) -> None:
@@ -40,6 +43,7 @@ def check_shorter(kitchen: Kitchen) -> None:
     length = run.series("env/all/ac_tokens_per_turn")
     assert mean(length[-3:]) < 0.7 * mean(length[:3])
     check_on_policy(run, steps=12)
+    check_seen_by_the_server(kitchen, run)
 
 
 def check_guess_number(kitchen: Kitchen) -> None:
@@ -60,6 +64,23 @@ def check_on_policy(run: Run, steps: int) -> None:
     assert len(first) == len(second) == steps
     assert max(map(abs, first)) < 1e-3
     assert max(second) < 1e-4
+
+
+def check_seen_by_the_server(kitchen: Kitchen, run: Run) -> None:
+    """What the server's console plots of a run, read from its requests, is what the recipe says of itself."""
+    if not kitchen.url:
+        return
+    with ServiceClient(base_url=kitchen.url, api_key=kitchen.key) as service:
+        rest = service.create_rest_client()
+        (newest, *_) = rest.list_training_runs(limit=1).result(60).training_runs
+        lines = list(rest.get_run_metrics(newest.training_run_id).result(60))
+    for ours, theirs in (
+        ("answer_tokens:mean", "env/all/ac_tokens_per_turn"),
+        ("entropy:mean", "optim/entropy"),
+    ):
+        seen = [line[ours] for line in lines]
+        assert seen == pytest.approx(run.series(theirs), rel=1e-2, abs=1e-2), ours
+    assert any(line["reward_spread:mean"] > 0 for line in lines)
 
 
 def check_distillation(kitchen: Kitchen) -> None:

@@ -8,6 +8,7 @@ what is routed here nor who else there is.
 from __future__ import annotations
 
 import asyncio
+import platform
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -20,6 +21,7 @@ import ray
 from ray.exceptions import RayError
 
 from tinkex import store
+from tinkex.engine.gpus import Gpus
 from tinkex.engine.protocol import (
     Command,
     Engine,
@@ -79,16 +81,21 @@ class EngineActor:
     def __init__(self, config: EngineConfig, build: BuildEngine) -> None:
         self._problem: EngineError | None = None
         self._engine: Any = None
+        self._gpus = Gpus()
         try:
             self._engine = build(config)
         except Exception as error:  # `describe` says it: an exception here would hide the category
             self._problem = _as_error(error)
 
     async def describe(self) -> tuple[ModelInfo, Heartbeat] | EngineError:
-        return self._problem or (self._engine.info, self._engine.heartbeat())
+        return self._problem or (self._engine.info, await self.beat())
 
     async def beat(self) -> Heartbeat:
-        return self._engine.heartbeat()
+        await self._gpus.read()
+        return self._report()
+
+    def _report(self) -> Heartbeat:
+        return replace(self._engine.heartbeat(), node=platform.node(), gpus=tuple(self._gpus.last))
 
 
 class TrainerActor(EngineActor):
@@ -103,7 +110,7 @@ class TrainerActor(EngineActor):
                 result = [None if result is None else ray.put(result)]
         except Exception as error:
             result = _as_error(error)
-        return result, self._engine.heartbeat()
+        return result, self._report()
 
     # What is large comes as an argument of its own: Ray brings it to each node once.
 

@@ -115,6 +115,11 @@ class ClusterEngine:
             stats[name] = sum(part.stats.get(name, 0.0) for part in parts)
         return replace(beat, stats=stats)
 
+    def processes(self) -> list[tuple[str, Heartbeat]]:
+        trainers = [(f"trainer {index}", part.heartbeat()) for index, part in sorted(self._parts.items())]
+        samplers = [(f"sampler {n}", one.beat) for n, one in sorted(self.sampler.samplers.items())]
+        return trainers + samplers
+
     def close(self) -> None:
         with self._lock:
             if self._closed:

@@ -25,6 +25,7 @@ class FakeEngine:
         context = config.max_context or CONTEXT
         self.info = ModelInfo("fake", VOCAB, context, (EOS,), BASE.size, 1, tuple(FORMULAS), config.model)
         self.trainer = FakeTrainer(config.name or config.model, context, config.max_pass_tokens)
+        self._slots = config.max_batch
         table = TokenTable(config)
         self._grammars = Grammars(config, table, VOCAB, (EOS,))
         self.sampler = FakeSampler(self.trainer, table, self._grammars)
@@ -39,6 +40,7 @@ class FakeEngine:
             "kv_pages_total": total,
             "kv_pages_used": used,
             "kv_pages_free": total - used,
+            "batch_slots": self._slots,
             "sequences_running": len(running),
             "sequences_waiting": 0,
             "preemptions": 0,

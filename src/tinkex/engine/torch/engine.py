@@ -118,6 +118,7 @@ class TorchEngine:
             "kv_pages_total": pages.count,
             "kv_pages_used": pages.count - pages.available,
             "kv_pages_free": pages.available,
+            "batch_slots": self._batch.limits.sequences,
             "sequences_running": len(self._batch.running),
             "sequences_waiting": len(self._batch.waiting),
             "preemptions": self._batch.preemptions,

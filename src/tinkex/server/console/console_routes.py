@@ -63,6 +63,6 @@ def home_console(home: Path, visitors: HomeVisitors) -> Starlette:
     data = ConsoleData(LedgerReader(home / "ledger.sqlite"), Home(home), LAPSE)
     RunPages(site, data, LiveStreams())
     CheckpointPages(site, data)
-    RolloutPages(site, data, HomeTokenTexts(home), rate=1.0)
+    RolloutPages(site, data, HomeTokenTexts(home), rate=0.0)
     AdminPages(site, data)
     return Starlette(routes=site.routes)

@@ -5,8 +5,7 @@ A visitor sees their own sessions, runs and errors; of others only how many ther
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
+import platform
 import time
 from collections.abc import AsyncGenerator
 from itertools import accumulate
@@ -15,8 +14,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.console.event_pages import LiveStreams
-from tinkex.server.console.gpus import Gpus
+from tinkex.engine.gpus import GpuReading, Gpus
+from tinkex.engine.protocol import Heartbeat, PartitionedEngine
+from tinkex.server.console.event_pages import LiveStreams, next_tick
 from tinkex.server.console.site import ConsoleSite
 from tinkex.server.console.visitors import Visitor
 from tinkex.server.metrics import SECONDS, DurationHistogram, Metrics
@@ -27,9 +27,9 @@ from tinkex.service.service import Service
 TICK = 2.0
 MOST = 50  # sessions and errors
 _STATS = {
-    "adapters_live": "adapters in training", "adapters_published": "adapters to sample from",
-    "sequences_running": "sequences decoded", "sequences_waiting": "sequences that wait",
-    "batch_occupancy": "batch occupancy",
+    "adapters_live": "Adapters in training", "adapters_published": "Adapters to sample from",
+    "adapter_bytes": "Memory of adapters", "sequences_waiting": "Sequences that wait",
+    "preemptions": "Sequences preempted so far", "trainers": "Trainers", "samplers": "Samplers",
 }  # fmt: skip
 
 
@@ -49,14 +49,17 @@ class NowPage:
         return self._streams.response(self._follow(visitor), visitor)
 
     async def _follow(self, visitor: Visitor) -> AsyncGenerator[bytes]:
-        shown = b""
-        while True:
+        shown, key = b"", ("now", visitor.name, visitor.scope)
+
+        async def render() -> bytes:
             text = self._site.text("_now.html", visitor, **await self._describe(visitor))
-            if (digest := hashlib.sha256(text.encode()).digest()) != shown:
-                shown = digest
-                yield server_sent("part", {"id": "now", "html": text})
-            yield b""
-            await asyncio.sleep(TICK)
+            return server_sent("part", {"id": "now", "html": text})
+
+        while True:
+            part = await self._streams.parts.get(key, TICK / 2, render)
+            yield b"" if part == shown else part
+            shown = part
+            await next_tick(TICK)
 
     async def _describe(self, visitor: Visitor) -> dict[str, Any]:
         service, metrics, caller = self._service, self._metrics, visitor.caller
@@ -71,32 +74,60 @@ class NowPage:
             "sessions": sessions[:MOST],
             "seen": service.activity.seen,
             "others": len(service.activity.seen) - len(sessions),
-            "engines": [self._engine(t, visitor) for model in service.models for t in model.trainers],
-            "gpus": await self._gpus.read(),
+            "engines": (engines := [self._engine(model, visitor) for model in service.models]),
+            "nodes": _nodes(await self._gpus.read(), engines),
             "rates": metrics.rates(time.monotonic()),
             "latencies": _latencies(metrics),
             "errors": errors[:MOST],
         }
 
     def _engine(self, model: ServedModel, visitor: Visitor) -> dict[str, Any]:
-        executed, waiting = self._service.runs.order(model)
-        engine = model.engine
+        """One base model: who is executed and who waits at its trainers, and what its engine reports."""
+        engine, trainers = model.engine, list[dict[str, Any]]()
+        for number, part in enumerate(model.trainers):
+            executed, waiting = self._service.runs.order(part)
+            trainers.append(
+                {
+                    "name": "" if len(model.trainers) == 1 else f"Trainer {number}: ",
+                    "trouble": part.trouble if part is not model else "",
+                    "executed": self._runs(executed, visitor), "waiting": self._runs(waiting, visitor),
+                }
+            )  # fmt: skip
         beat = None if engine is None else engine.heartbeat()
-        stats = {} if beat is None else dict(beat.stats)
+        processes = engine.processes() if isinstance(engine, PartitionedEngine) else []
         return {
             "name": model.name,
             "state": model.trouble or ("loading" if model.loading else "" if engine else "not loaded yet"),
-            "executed": self._runs(executed, visitor),
-            "waiting": self._runs(waiting, visitor),
-            "pages": (stats.pop("kv_pages_used", None), stats.pop("kv_pages_total", None)),
-            "stats": {_STATS.get(name, name.replace("_", " ")): value for name, value in stats.items()},
+            "trainers": trainers,
+            **_described(beat),
             "memory": {} if beat is None else beat.memory,
+            "processes": [(name, one, _described(one)) for name, one in processes],
         }
 
     def _runs(self, run_ids: list[str], visitor: Visitor) -> dict[str, Any]:
         rows = [run.row for run_id in run_ids if (run := self._service.runs.get(run_id)) is not None]
         mine = [row for row in rows if visitor.caller.owns(row.owner)]
         return {"mine": mine, "others": len(run_ids) - len(mine)}
+
+
+def _described(beat: Heartbeat | None) -> dict[str, Any]:
+    """What an engine reports: how full its batch and its KV cache are, and the rest by name."""
+    stats = {} if beat is None else beat.stats
+    return {
+        "batch": (stats.get("sequences_running", 0), stats.get("batch_slots", 0)),
+        "pages": (stats.get("kv_pages_used", 0), stats.get("kv_pages_total", 0)),
+        "stats": {label: stats[name] for name, label in _STATS.items() if name in stats},
+    }
+
+
+def _nodes(here: list[GpuReading], engines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The machines: their GPUs, and which processes of engines run there."""
+    nodes: dict[str, dict[str, Any]] = {platform.node(): {"gpus": here, "processes": list[str]()}}
+    for engine in engines:
+        for name, beat, _ in engine["processes"]:
+            node = nodes.setdefault(beat.node, {"gpus": list(beat.gpus), "processes": list[str]()})
+            node["processes"].append(f"{name} of {engine['name']}")
+    return nodes
 
 
 def _latencies(metrics: Metrics) -> list[tuple[str, int, float | None, float | None]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any
 from urllib.parse import urlencode
 
@@ -14,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.console.console_data import ConsoleData, ShownRun
-from tinkex.server.console.event_pages import LiveStreams
+from tinkex.server.console.event_pages import LiveStreams, next_tick
 from tinkex.server.console.site import ConsoleSite
 from tinkex.server.console.visitors import Visitor
 from tinkex.server.stream_sample import server_sent
@@ -32,9 +31,13 @@ _SPLIT = ("seconds", "waiting_seconds", "publishing_seconds")
 # What a chart is called, and the metrics in it; others get a chart each.
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Loss", ("loss",)),
+    ("Better answers (0/1 rewards: mean reward)", ("better_answers:mean",)),
+    ("Target tokens surely right (p > ½)", ("surely_right:mean",)),
     ("KL sampler − trainer", ("kl_sample_train_v1:mean", "kl_sample_train_v2:mean")),
     ("Entropy (of sampled tokens)", ("entropy:mean",)),
     ("Advantage", ("advantage:mean", "positive_advantages:mean")),
+    ("Spread of rewards within a group", ("reward_spread:mean",)),
+    ("Tokens of an answer", ("answer_tokens:mean",)),
     ("Gradient norm", ("grad_norm",)),
     ("Learning rate", ("learning_rate",)),
     ("Tokens per second", ("tokens_per_second",)),
@@ -44,6 +47,8 @@ _LABELS = {
     "seconds": "computing", "waiting_seconds": "waiting", "publishing_seconds": "publishing",
     "kl_sample_train_v1:mean": "KL v1", "kl_sample_train_v2:mean": "KL v2", "advantage:mean": "mean",
     "positive_advantages:mean": "share above 0", "entropy:mean": "entropy",
+    "better_answers:mean": "better answers", "surely_right:mean": "surely right",
+    "reward_spread:mean": "spread of rewards", "answer_tokens:mean": "answer tokens",
 }  # fmt: skip
 _FIRST = ("reward", "accuracy", "score", "correct", "return")  # words of metrics that come after the loss
 _LEFT_OUT = {
@@ -121,24 +126,44 @@ class RunPages:
 
     async def _follow(self, row: RunRow, visitor: Visitor, by_time: bool) -> AsyncGenerator[bytes]:
         """The curves of a run and then what is added to them; and its state, when it changes."""
-        mark, shown, turn = Mark(), "", 0  # the state is looked at every second time
-        directory, read = self._data.directory(row), self._data.series.read
+        mark, shown, turn, share = Mark(), b"", 0, self._streams.parts.get
         while True:
-            curves, mark, anew = await asyncio.to_thread(read, directory, mark, by_time=by_time)
-            if curves or anew:
-                yield server_sent("points", _chart_data(curves, anew))
-            if (turn := turn + 1) % 2 == 0:
-                yield b""
-                await asyncio.sleep(TICK)
-                continue
-            run = self._data.run(row.run_id, visitor)  # Refusal, once it is not the visitor's any more
+            points, mark = await share(
+                (row.run_id, mark, by_time), TICK / 2, self._points(row, mark, by_time)
+            )
+            yield points
+            if (turn := turn + 1) % 2:  # the state is looked at every second time
+                key = row.run_id, visitor.name, visitor.scope
+                state = await share(key, TICK, self._state(row.run_id, visitor))
+                if state != shown:
+                    shown = state
+                    yield state
+            await next_tick(TICK)
+
+    def _points(
+        self, row: RunRow, mark: Mark, by_time: bool
+    ) -> Callable[[], Coroutine[Any, Any, tuple[bytes, Mark]]]:
+        """What comes after a mark, as an event; b"" if nothing does. And how far it goes."""
+
+        async def read() -> tuple[bytes, Mark]:
+            curves, reached, anew = await asyncio.to_thread(
+                self._data.series.read, self._data.directory(row), mark, by_time=by_time
+            )
+            new = curves or anew
+            return server_sent("points", _chart_data(curves, anew)) if new else b"", reached
+
+        return read
+
+    def _state(self, run_id: str, visitor: Visitor) -> Callable[[], Coroutine[Any, Any, bytes]]:
+        """A run's state as an event; Refusal, once the run is not the visitor's any more."""
+
+        async def render() -> bytes:
+            run = self._data.run(run_id, visitor)
             values = await asyncio.to_thread(self._describe, run, visitor)
             text = self._site.text("_run_state.html", visitor, **values)
-            if (digest := hashlib.sha256(text.encode()).hexdigest()) != shown:
-                shown = digest
-                yield server_sent("part", {"id": "state", "html": text})
-            yield b""
-            await asyncio.sleep(TICK)
+            return server_sent("part", {"id": "state", "html": text})
+
+        return render
 
     # -- runs overlaid -----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Memory, utilisation and power of this machine's GPUs, as `nvidia-smi` tells them."""
+"""Memory, utilisation and power of this machine's GPUs, as `nvidia-smi` tells them; none without it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Gpus:
 
     def __init__(self) -> None:
         self._program = shutil.which("nvidia-smi")
-        self._read_at, self._last = 0.0, list[GpuReading]()
+        self._read_at, self.last = 0.0, list[GpuReading]()
 
     async def read(self) -> list[GpuReading]:
         if self._program is not None and time.monotonic() - self._read_at > FRESH:
             self._read_at = time.monotonic()
-            self._last = await asyncio.to_thread(_ask, self._program)
-        return self._last
+            self.last = await asyncio.to_thread(_ask, self._program)
+        return self.last
 
 
 def _ask(program: str) -> list[GpuReading]:
