@@ -163,8 +163,8 @@ def stalls(client: Talker, options: argparse.Namespace) -> Figures:
 
 
 def rounds(client: Talker, options: argparse.Namespace) -> Figures:
-    """Medians over whole rounds; the first one does not count."""
-    seen = [client.ask("round", **work(options)) for _ in range(options.rounds + 1)][1:]
+    """Medians over whole rounds; the first two do not count."""
+    seen = [client.ask("round", **work(options)) for _ in range(options.rounds + 2)][2:]
     return {key: statistics.median(one[key] for one in seen) for key in seen[0]}
 
 
@@ -205,7 +205,8 @@ def measure(options: argparse.Namespace, model: str, place: Path) -> Figures:
             client.ask("begin", **work(options))
             found |= {f"cold.{key}": value for key, value in first_and_second(client, options).items()}
     child = [str(options.ours), str(HERE / "line_device_child.py"), model, options.device]
-    with talker(*child, **environment(options)) as engine:
+    compiled = {"TRITON_CACHE_DIR": str(options.home / "compiled")}  # where the server keeps its kernels
+    with talker(*child, **environment(options), **compiled) as engine:
         engine.ask("begin", **work(options))
         found |= {f"engine.{key}": value for key, value in rounds(engine, options).items()}
     with server(options, model, "process") as served, official(options, served.url) as client:

@@ -28,7 +28,7 @@ class EngineAlone:
     """One run on an engine."""
 
     def __init__(self, model: str, device: str) -> None:
-        self.engine = p.build_engine(p.EngineConfig(model, device=device))
+        self.engine = p.build_engine(p.EngineConfig(model, device=device, warm_up=True))
         self.turn = 0
         self.draw = np.random.default_rng(0)
 

@@ -206,6 +206,11 @@ def console_url(base_url: str, page: str = "") -> str:
     return f"{root}/{page}".rstrip("/")
 
 
+def keep_compiled(home: Path) -> Path:
+    """Where compiled kernels are kept: below `home`, unless the environment says where; returns the place."""
+    return Path(os.environ.setdefault("TRITON_CACHE_DIR", str(home / "compiled")))
+
+
 def prepare_ray(*, loopback: bool) -> None:
     """Set what Ray reads from the environment when it is imported, unless it is set.
 

@@ -267,6 +267,8 @@ def test_every_option_of_serve_has_a_variable_of_the_environment(monkeypatch: py
         "TINKEX_KEEP_ROLLOUTS": ("0.5", "keep_rollouts", 0.5),
         "TINKEX_ROLLOUT_BYTES": ("1MiB", "rollout_bytes", "1MiB"),
         "TINKEX_PRELOAD": ("0", "preload", False),
+        "TINKEX_WARM_UP": ("0", "warm_up", False),
+        "TINKEX_MIRRORS": ("wandb trackio", "mirrors", ("wandb", "trackio")),
         "TINKEX_CLUSTER": ("auto", "cluster", "auto"),
         "TINKEX_DRAIN": ("2.5", "drain", 2.5),
         "TINKEX_DURABILITY": ("process", "durability", "process"),

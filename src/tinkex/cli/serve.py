@@ -146,6 +146,10 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 )  # fmt: skip
 @click.option("--preload/--no-preload", default=True, help="Load every model at start, or each on first use.")
 @click.option(
+    "--warm-up/--no-warm-up", default=True,
+    help="On CUDA, compile kernels and capture steps while a model loads, or each on first use.",
+)  # fmt: skip
+@click.option(
     "--drain", default=5.0, type=Finite(0, 86400),
     help="Seconds that open polls and streams get to finish at SIGTERM.",
 )  # fmt: skip
@@ -157,7 +161,7 @@ def serve(
     quantize: str, deterministic: bool, public_url: str, max_context: int | None, disk_quota: str,
     durability: str, disk_per_user: str, runs_per_user: int, max_connections: int, requests_per_user: int,
     body_memory: str, body_memory_per_user: str, cors_origins: tuple[str, ...], keep_rollouts: float,
-    rollout_bytes: str, mirrors: tuple[str, ...], preload: bool,
+    rollout_bytes: str, mirrors: tuple[str, ...], preload: bool, warm_up: bool,
     drain: float, log_level: str, engine: str,
 ) -> None:  # fmt: skip
     """Serve base models to any Tinker client.
@@ -192,6 +196,8 @@ def serve(
     placements = read_placements(options, cluster)
     if cluster:
         _join_cluster(cluster)
+    given = (engine, device, dtype, max_context, quantize)
+    kind = EngineConfig("", *given, deterministic=deterministic, warm_up=warm_up)  # type: ignore[arg-type]
     service = ServiceConfig(
         home=place,
         store=read_location(store) if store else None,
@@ -199,7 +205,7 @@ def serve(
         lease=lease,
         models=read_models(tuple(options), any_place=engine == "fake"),
         placements=placements,
-        engine=EngineConfig("", engine, device, dtype, max_context, quantize, deterministic=deterministic),  # type: ignore[arg-type]
+        engine=kind,
         durability=durability,  # type: ignore[arg-type]
         preload=preload,
         offline=settings.offline,

@@ -333,6 +333,7 @@ class EngineConfig:
     tokenizer: str | None = None  # a directory with tokenizer.json, for `SampleWork.stop_bytes`
     role: Literal["both", "trainer", "sampler"] = "both"  # what its memory is planned for
     placement: Placement | None = None  # None: in this process
+    warm_up: bool = False  # on CUDA: compile kernels and capture steps when it is built (`engine.warm_up`)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tinkex import models
+from tinkex.config import keep_compiled
 from tinkex.engine.protocol import (
     Command,
     Engine,
@@ -211,6 +212,10 @@ class ServedModel:
 
     def _build_here(self) -> Engine:
         self._close_lost()  # its memory is needed by the next one
+        if self._config.kind == "torch" and self._config.device != "cpu":
+            compiled = keep_compiled(self._service.home)
+            if self._config.warm_up and not (compiled.is_dir() and any(compiled.iterdir())):
+                log.info("kernels for a GPU are compiled now, for a minute or two, and kept in %s", compiled)
         config = replace(self._config, model=str(self._files()))
         with contextlib.suppress(Refusal, InvalidInputError, OSError):  # it may have none
             tokenizer = self.tokenizer_dir()

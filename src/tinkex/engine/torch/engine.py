@@ -5,6 +5,7 @@ Builds the parts and plans the memory. Knows neither the arithmetic nor how requ
 
 from __future__ import annotations
 
+import logging
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -35,8 +36,10 @@ from tinkex.engine.torch.sampler_files import SamplerCopy
 from tinkex.engine.torch.sequences import PublishedAdapter
 from tinkex.engine.torch.states import StatePool, slot_bytes
 from tinkex.engine.torch.trainer import SUPPORTED_LOSSES, TorchTrainer
+from tinkex.engine.warm_up import WarmUp, warm_up
 from tinkex.errors import InvalidInputError
 
+log = logging.getLogger("tinkex")
 _CHUNK_FLOPS = 1.2e14  # of one prefill chunk on a GPU: about 0.2 s
 _PACKED_SHARE = 0.25  # of the free memory after loading, for a second copy of the weights
 _KV_SHARE, _STATE_SHARE, _ADAPTER_SHARE = 0.25, 0.25, 0.25  # of the free memory after that
@@ -52,6 +55,8 @@ class TorchEngine:
             apart(lambda: self._build(config, decoder))
         except InvalidInputError as error:  # of the model's files
             raise user_error(str(error)) from error
+        if config.warm_up and choose_device(config)[0].type == "cuda":
+            self._warm_up(config)
 
     def _build(self, config: EngineConfig, decoder: Decoder | None) -> None:
         device, dtype = choose_device(config)
@@ -104,6 +109,15 @@ class TorchEngine:
             losses=SUPPORTED_LOSSES,
             fingerprint=self._trainer.base.fingerprint,
         )
+
+    def _warm_up(self, config: EngineConfig) -> None:
+        work = WarmUp(batch=config.max_batch, pass_tokens=self._trainer._pass_tokens())
+        try:
+            seconds = apart(lambda: warm_up(self, work))
+        except BaseException:
+            self.close()
+            raise
+        log.info("kernels are compiled and steps captured (%.0f s)", seconds)
 
     def heartbeat(self) -> Heartbeat:
         trouble = self._thread.trouble
