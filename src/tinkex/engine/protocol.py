@@ -22,8 +22,8 @@ from tinkex.types.tensor import TensorData
 
 R = TypeVar("R", covariant=True)
 
-# Where adapter files are: a directory, or a prefix of an object store (s3://…). The engine itself reads and
-# writes it, with `tinkex.store`.
+# Where adapter files are: a directory of this machine, or a prefix of an object store (s3://…). The engine
+# reads and writes it, with `tinkex.store`.
 Location = str
 
 

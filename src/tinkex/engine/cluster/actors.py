@@ -20,7 +20,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from tinkex import store
+from tinkex.engine.cluster.node_files import Files, read_files, this_node, write_files
 from tinkex.engine.gpus import Gpus
 from tinkex.engine.protocol import (
     Command,
@@ -32,6 +32,7 @@ from tinkex.engine.protocol import (
     FinishPasses,
     ForwardBackward,
     Heartbeat,
+    LoadAdapter,
     Location,
     ModelInfo,
     OptimStep,
@@ -39,6 +40,7 @@ from tinkex.engine.protocol import (
     ReadGradients,
     SampledTokens,
     SampleWork,
+    SaveAdapter,
     SharedPasses,
 )
 from tinkex.types.outputs import SampleResponse
@@ -60,19 +62,29 @@ class StoredExport:
 
 @dataclass(frozen=True)
 class StoredFiles:
-    """A saved adapter's files in Ray's object store, a dictionary of bytes; `name` is its directory's."""
+    """A saved adapter's files in Ray's object store (`node_files.Files`); `name` is its directory's."""
 
     refs: list[Any]
     name: str
-    saved: Location | None = None
 
 
 Stored = StoredExport | StoredFiles
 
 
+class BytesLost(EngineError):
+    """What was published went with the process that had put it into the object store."""
+
+
 def _as_error(error: Exception) -> EngineError:
     """What an actor returns instead of raising."""
     return error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+
+
+def _elsewhere(result: Any, there: str, location: Location) -> Any:
+    """An error that names the place that its command named."""
+    if not isinstance(result, EngineError) or isinstance(result, EngineLost):
+        return result
+    return EngineError(result.message.replace(there, location), result.category)
 
 
 class EngineActor:
@@ -87,8 +99,9 @@ class EngineActor:
         except Exception as error:  # `describe` says it: an exception here would hide the category
             self._problem = _as_error(error)
 
-    async def describe(self) -> tuple[ModelInfo, Heartbeat] | EngineError:
-        return self._problem or (self._engine.info, await self.beat())
+    async def describe(self) -> tuple[ModelInfo, Heartbeat, str] | EngineError:
+        """The engine's model, its state, and its node."""
+        return self._problem or (self._engine.info, await self.beat(), this_node())
 
     async def beat(self) -> Heartbeat:
         await self._gpus.read()
@@ -111,6 +124,24 @@ class TrainerActor(EngineActor):
         except Exception as error:
             result = _as_error(error)
         return result, self._report()
+
+    # On a node that does not see the server's disk.
+
+    async def save(self, command: SaveAdapter) -> tuple[Any, Heartbeat]:
+        """The files, in the object store; `command.location` is not touched."""
+        with tempfile.TemporaryDirectory(prefix="tinkex-") as place:
+            there = Path(place, "adapter")
+            result, beat = await self.execute(replace(command, location=str(there), sync=False))
+            if not isinstance(result, EngineError):
+                return [ray.put(await asyncio.to_thread(read_files, there))], beat
+            return _elsewhere(result, str(there), command.location), beat
+
+    async def load(self, command: LoadAdapter, files: Files) -> tuple[Any, Heartbeat]:
+        with tempfile.TemporaryDirectory(prefix="tinkex-") as place:
+            there = Path(place, Path(command.location).name)
+            await asyncio.to_thread(write_files, files, there)
+            result, beat = await self.execute(replace(command, location=str(there)))
+            return _elsewhere(result, str(there), command.location), beat
 
     # What is large comes as an argument of its own: Ray brings it to each node once.
 
@@ -178,20 +209,13 @@ class SamplerActor(EngineActor):
         """Publish what this node's object store has, or brings here once for all actors of the node."""
         try:
             value = await source.refs[0]
-        except RayError as error:  # its owner died, and the bytes with it
-            if source.saved is None:
-                why = f"adapter {name!r} was lost with the process that exported it: {error}"
-                raise EngineError(why) from error
-            with store.local_copy(source.saved) as directory:
-                return await self._engine.sampler.publish(name, str(directory))
+        except RayError as error:
+            raise BytesLost(f"adapter {name!r} was lost with the process that stored it: {error}") from error
         if isinstance(source, StoredExport):
             return await self._engine.sampler.publish(name, value)
         with tempfile.TemporaryDirectory(prefix="tinkex-") as place:
             directory = Path(place, source.name)
-            for file, content in value.items():
-                target = directory / file
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content)
+            await asyncio.to_thread(write_files, value, directory)
             await self._engine.sampler.publish(name, str(directory))
 
     async def retire(self, name: str) -> EngineError | None:

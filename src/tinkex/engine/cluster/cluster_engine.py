@@ -146,7 +146,7 @@ class ClusterEngine:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, bundle)
         return ray.remote(kind).options(**options).remote(config, self._build)
 
-    def _described(self, actor: Any) -> tuple[ModelInfo, Heartbeat]:
+    def _described(self, actor: Any) -> tuple[ModelInfo, Heartbeat, str]:
         """Wait for an actor's engine. EngineError says why there is none; a dead actor is one too."""
         asked = actor.describe.remote()
         try:
@@ -171,13 +171,14 @@ class ClusterEngine:
 
     def _part(self, index: int, actors: list[Any]) -> TrainerPart:
         try:
-            (info, beat), *_ = [self._described(actor) for actor in actors]
+            described = [self._described(actor) for actor in actors]
         except BaseException:
             for actor in actors:
                 with contextlib.suppress(RayError):
                     ray.kill(actor)
             raise
-        return TrainerPart(index, info, RemoteTrainer(TrainerGroup(actors, beat)), self.sampler)
+        group = TrainerGroup(actors, described[0][1], [node for _, _, node in described])
+        return TrainerPart(index, described[0][0], RemoteTrainer(group), self.sampler)
 
     def _sampler_bundles(self) -> list[int]:
         first = self._placement.trainers * self._placement.data
@@ -185,7 +186,7 @@ class ClusterEngine:
 
     def _join(self, actor: Any, bundle: int | None) -> None:
         """Have a sampler serve, once it is there."""
-        _, beat = self._described(actor)
+        _, beat, _ = self._described(actor)
         self.sampler.add(RemoteSampler(next(self._serial), actor, beat, bundle))
 
     # -- watching ----------------------------------------------------------------------------------------

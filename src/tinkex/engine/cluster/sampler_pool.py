@@ -23,7 +23,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, TaskCancelledError
 
-from tinkex.engine.cluster.actors import Stored, StoredExport, StoredFiles, is_lost
+from tinkex import store
+from tinkex.engine.cluster.actors import BytesLost, Stored, StoredExport, StoredFiles, is_lost
+from tinkex.engine.cluster.node_files import read_files
 from tinkex.engine.cluster.remote_trainer import RemoteExport, settle
 from tinkex.engine.cluster.routing import choose, route_key
 from tinkex.engine.protocol import (
@@ -253,7 +255,17 @@ class SamplerPool:
         self, sampler: RemoteSampler, name: str, source: Stored | Location, loaded: Future[None]
     ) -> None:
         try:
-            await self._call(sampler, sampler.actor.publish, name, source)
+            try:
+                await self._call(sampler, sampler.actor.publish, name, source)
+            except BytesLost:
+                if not isinstance(source, StoredExport) or source.saved is None:
+                    raise
+                source = await asyncio.to_thread(_stored, source.saved)
+                with self._lock:
+                    for known in (self._published, self._retiring):
+                        if name in known:
+                            known[name] = source
+                await self._call(sampler, sampler.actor.publish, name, source)
         except BaseException as error:
             with self._lock:
                 sampler.adapters.pop(name, None)
@@ -381,11 +393,10 @@ def _stored(source: Location | ExportedAdapter) -> Stored | Location:
     """What samplers of any node can read: files may be gone when the second of them needs them."""
     if not isinstance(source, str):  # an export that came from another process
         return StoredExport([ray.put(source)], source.lora, source.nbytes, None)
-    directory = Path(source)
-    if not directory.is_dir():
+    if not store.is_remote(source) and not Path(source).is_dir():
         return source  # a sampler says what is wrong with it
-    files = {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-    return StoredFiles([ray.put(files)], directory.name)
+    with store.local_copy(source) as directory:
+        return StoredFiles([ray.put(read_files(directory))], directory.name)
 
 
 def _cancel(reference: Any) -> None:

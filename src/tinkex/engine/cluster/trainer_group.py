@@ -3,6 +3,7 @@
 Each has every adapter. A pass is checked by all, and each computes its share of the datums; before a step the
 gradients of all go through Ray's object store, and each adds them up in the same order. So all of them have
 the same bits at any time, and files are written by the first. Where they do not agree, the trainer is lost.
+Files of this process's disk are read and written here for those on other nodes.
 """
 
 from __future__ import annotations
@@ -10,26 +11,35 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from tinkex import store
 from tinkex.engine import protocol as p
 from tinkex.engine.cluster.actors import is_lost
+from tinkex.engine.cluster.node_files import read_files, this_node, write_files
+from tinkex.types.params import LoraConfig
 
 
 class TrainerGroup:
     """Executes one command at a time; `beat` is the first process's last report."""
 
-    def __init__(self, actors: Sequence[Any], beat: p.Heartbeat) -> None:
+    def __init__(self, actors: Sequence[Any], beat: p.Heartbeat, nodes: Sequence[str]) -> None:
         self.actors, self.beat = list(actors), beat
+        self._far = [node != this_node() for node in nodes]
         self._shares: dict[str, dict[int, p.PassProgress | p.SharedPasses]] = {}  # by ticket and process
 
     def execute(self, command: p.Command[Any]) -> Any:
         """The result; RayError if a process is gone, EngineError as they say."""
-        if len(self.actors) == 1:
-            return self._ask([self.actors[0].execute.remote(command)])[0]
         match command:
+            case p.SaveAdapter(_, location) if self._far[0] and not store.is_remote(location):
+                return self._save(command)
+            case p.LoadAdapter():
+                return self._load(command)
+            case _ if len(self.actors) == 1:
+                return self._ask([self.actors[0].execute.remote(command)])[0]
             case p.ForwardBackward(passes):
                 sent, count = ray.put(passes), len(self.actors)
                 begun = self._all(lambda actor, n: actor.begin.remote(sent, (n, count)))
@@ -52,6 +62,30 @@ class TrainerGroup:
     def watch(self, timeout: float) -> None:
         """Have a report of each; RayError if one is gone."""
         self.beat = ray.get([actor.beat.remote() for actor in self.actors], timeout=timeout)[0]
+
+    def _save(self, command: p.SaveAdapter) -> int:
+        ((files,),) = self._ask([self.actors[0].save.remote(command)])
+        options = {"overwrite": command.overwrite, "sync": command.sync}
+        try:
+            with store.atomic_directory(command.location, **options) as directory:
+                write_files(ray.get(files), directory)
+        except store.LocationExistsError as error:
+            raise p.EngineError(str(error), "user") from None
+        except OSError as error:  # a disk that is full or gone
+            raise p.EngineError(f"SaveAdapter failed: {error}") from error
+        return store.directory_bytes(command.location)
+
+    def _load(self, command: p.LoadAdapter) -> LoraConfig:
+        directory, sent = Path(command.location), None
+        if any(self._far) and not store.is_remote(command.location) and directory.is_dir():
+            sent = ray.put(read_files(directory))
+
+        def ask(actor: Any, n: int) -> Any:
+            if sent is None or not self._far[n]:
+                return actor.execute.remote(command)
+            return actor.load.remote(command, sent)
+
+        return self._all(ask)[0]
 
     def _continue(self, ticket: str) -> Any:
         shares = self._shares.get(ticket)
