@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -89,3 +90,19 @@ def postgres_server() -> Iterator[str]:
             yield server.get_uri()
         finally:
             server.cleanup()
+
+
+@contextlib.contextmanager
+def control_plane(place: Path) -> Iterator[tuple[str, ...]]:
+    """A Postgres and an S3 server; yields the options with which `tinkex serve` uses them from here."""
+    (place / "s3").mkdir()
+    with s3_server(place / "s3") as environment, postgres_server() as database:
+        before = {name: os.environ.get(name) for name in environment}
+        os.environ.update(environment)
+        try:
+            yield "--ledger", database, "--store", f"s3://{BUCKET}/compat"
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value

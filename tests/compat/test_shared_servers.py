@@ -1,4 +1,7 @@
-"""The newest official SDK against two servers on one Postgres and one S3 store, behind a load balancer."""
+"""The newest official SDK against servers on one Postgres and one S3 store.
+
+Two of them behind a load balancer; and one whose engine is on a Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cloud.members import balancer
-from tests.cloud.servers import BUCKET, postgres_server, s3_server
+from tests.cloud.servers import control_plane
 from tests.compat import reference
 from tests.compat.clients.report import MODEL
 from tests.compat.conftest import Served, serving
@@ -18,15 +21,16 @@ from tests.compat.environments import interpreter
 close = pytest.approx
 
 
-@pytest.fixture
-def shared(tmp_path, model_directory: Path, monkeypatch) -> Iterator[Served]:
+@pytest.fixture(params=["two servers", "a cluster"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path, model_directory: Path) -> Iterator[Served]:
     interpreter("tinker-0.36.0")  # skips before anything is started
     with ExitStack() as stack:
-        (tmp_path / "s3").mkdir()
-        for name, value in stack.enter_context(s3_server(tmp_path / "s3")).items():
-            monkeypatch.setenv(name, value)
-        database = stack.enter_context(postgres_server())
-        options = ("--ledger", database, "--store", f"s3://{BUCKET}/compat")
+        options = stack.enter_context(control_plane(tmp_path))
+        if request.param == "a cluster":
+            placed = Path(f"{model_directory},trainers=1,data=2,samplers=2")
+            started = serving({MODEL: placed}, tmp_path / "home", "--cluster", "auto", *options)
+            yield Served(stack.enter_context(started)[0], model_directory)
+            return
         servers = [
             stack.enter_context(serving({MODEL: model_directory}, tmp_path / name, *options))
             for name in ("one", "two")
