@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,6 +124,11 @@ class TrainerActor(EngineActor):
         except Exception as error:
             result = _as_error(error)
         return result, self._report()
+
+    async def execute_all(self, commands: Sequence[Command[Any]]) -> tuple[list[Any], Heartbeat]:
+        """Short commands in one call: they are submitted in order, and their results come together."""
+        done = await asyncio.gather(*map(self.execute, commands))
+        return [result for result, _ in done], done[-1][1]
 
     # On a node that does not see the server's disk.
 

@@ -18,8 +18,10 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from tinkex.engine.cluster.actors import StoredExport, is_lost
 from tinkex.engine.cluster.trainer_group import TrainerGroup
-from tinkex.engine.protocol import Command, EngineError, EngineLost, Heartbeat, R
+from tinkex.engine.protocol import Command, EngineError, EngineLost, Heartbeat, OptimStep, R
 from tinkex.types.params import LoraConfig
+
+TOGETHER = 32  # steps in one call: the first waits for the last
 
 
 class RemoteExport:
@@ -96,26 +98,34 @@ class RemoteTrainer:
                 self._wake.wait_for(lambda: self._queue or self.trouble)
                 if self.trouble:
                     break
-                command, future = self._queue.popleft()
-            if future.set_running_or_notify_cancel():
-                self._execute(command, future)
-            del command, future  # they may be large
+                taken = self._take()
+            if begun := [one for one in taken if one[1].set_running_or_notify_cancel()]:
+                self._execute([command for command, _ in begun], [future for _, future in begun])
+            del taken, begun  # they may be large
         for _, future in self._queue:
             settle(future, EngineLost(self.trouble))
 
-    def _execute(self, command: Command[Any], future: Future[Any]) -> None:
+    def _take(self) -> list[tuple[Command[Any], Future[Any]]]:
+        """The next command; steps that wait behind a step go with it, as a call takes longer than a step."""
+        taken = [self._queue.popleft()]
+        while self._queue and len(taken) < TOGETHER:
+            if not all(isinstance(command, OptimStep) for command, _ in (taken[0], self._queue[0])):
+                break
+            taken.append(self._queue.popleft())
+        return taken
+
+    def _execute(self, commands: list[Command[Any]], futures: list[Future[Any]]) -> None:
         try:
-            result = self._group.execute(command)
+            results = self._group.execute_all(commands)
         except RayError as error:
             self.close(_why(error))
-            result = EngineLost(self.trouble)
-        except EngineError as error:
-            result = error
+            results = [EngineLost(self.trouble) for _ in commands]
         except Exception as error:  # a command that cannot be pickled, say
-            result = EngineError(f"{type(error).__name__}: {error}")
-        if is_lost(result):
-            self.close(result.message)
-        settle(future, RemoteExport(result) if isinstance(result, StoredExport) else result)
+            results = [EngineError(f"{type(error).__name__}: {error}") for _ in commands]
+        if lost := next(filter(is_lost, results), None):
+            self.close(lost.message)
+        for future, result in zip(futures, results, strict=True):
+            settle(future, RemoteExport(result) if isinstance(result, StoredExport) else result)
 
 
 def fetch(reference: Any, timeout: float | None = None) -> Any:

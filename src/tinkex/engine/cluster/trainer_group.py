@@ -31,6 +31,19 @@ class TrainerGroup:
         self._far = [node != this_node() for node in nodes]
         self._shares: dict[str, dict[int, p.PassProgress | p.SharedPasses]] = {}  # by ticket and process
 
+    def execute_all(self, commands: Sequence[p.Command[Any]]) -> list[Any]:
+        """The results of some short commands, an EngineError where one failed; RayError as `execute`."""
+        if len(self.actors) == 1 and len(commands) > 1:
+            results, self.beat = ray.get(self.actors[0].execute_all.remote(commands))
+            return results
+        return [self._or_error(command) for command in commands]
+
+    def _or_error(self, command: p.Command[Any]) -> Any:
+        try:
+            return self.execute(command)
+        except p.EngineError as error:
+            return error
+
     def execute(self, command: p.Command[Any]) -> Any:
         """The result; RayError if a process is gone, EngineError as they say."""
         match command:
