@@ -31,9 +31,10 @@ _SPLIT = ("seconds", "waiting_seconds", "publishing_seconds")
 # What a chart is called, and the metrics in it; others get a chart each.
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Loss", ("loss",)),
-    ("Better answers (0/1 rewards: mean reward)", ("better_answers:mean",)),
-    ("Target tokens surely right (p > ½)", ("surely_right:mean",)),
+    ("Better answers of a group", ("better_answers:mean",)),
+    ("Targets surely right (p > ½)", ("surely_right:mean",)),
     ("KL sampler − trainer", ("kl_sample_train_v1:mean", "kl_sample_train_v2:mean")),
+    ("Ratio trainer / sampler", ("ratio:mean", "ratio:min", "ratio:max")),
     ("Entropy (of sampled tokens)", ("entropy:mean",)),
     ("Advantage", ("advantage:mean", "positive_advantages:mean")),
     ("Spread of rewards within a group", ("reward_spread:mean",)),
@@ -47,6 +48,7 @@ _LABELS = {
     "seconds": "computing", "waiting_seconds": "waiting", "publishing_seconds": "publishing",
     "kl_sample_train_v1:mean": "KL v1", "kl_sample_train_v2:mean": "KL v2", "advantage:mean": "mean",
     "positive_advantages:mean": "share above 0", "entropy:mean": "entropy",
+    "ratio:mean": "mean", "ratio:min": "least", "ratio:max": "greatest",
     "better_answers:mean": "better answers", "surely_right:mean": "surely right",
     "reward_spread:mean": "spread of rewards", "answer_tokens:mean": "answer tokens",
 }  # fmt: skip
