@@ -109,10 +109,8 @@ def test_drawing_is_that_of_sample(tmp_path: Path, vocab: int, padded: int) -> N
     logits[:, vocab:] += 20  # of padding, which nothing reads
     keys = stream_keys(np.full(rows, 11, np.uint64), np.arange(rows), np.arange(rows))
     tokens, logprobs = step.draw(logits, temperature, keys)
-    choice = Choice(
-        torch.from_numpy(temperature), torch.zeros(rows, dtype=torch.int64), torch.ones(rows), keys
-    )
-    plain = scaled_logprobs(logits, choice.temperature, vocab)
+    choice = Choice(temperature, np.zeros(rows, np.int64), np.ones(rows, np.float32), keys)
+    plain = scaled_logprobs(logits, torch.from_numpy(temperature), vocab)
     assert tokens == draw(plain, choice).tolist()
     want = plain[torch.arange(rows), torch.tensor(tokens)]
     torch.testing.assert_close(torch.tensor(logprobs), want, atol=1e-4, rtol=1e-5)

@@ -506,8 +506,8 @@ def test_draws_are_the_hosts():
         logits, temperature, torch.from_numpy(keys.view(np.int64)).to(DEVICE), vocab, tokens, chosen
     )
     logprobs_BV = next_tokens.scaled_logprobs(logits, temperature, vocab)
-    off_switch = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.ones(rows, device=DEVICE)
-    want = next_tokens.draw(logprobs_BV, next_tokens.Choice(temperature, *off_switch, keys))
+    off_switch = np.zeros(rows, np.int64), np.ones(rows, np.float32)
+    want = next_tokens.draw(logprobs_BV, next_tokens.Choice(temperature.cpu().numpy(), *off_switch, keys))
     greedy = (temperature == 0).nonzero()[:, 0]
     best = logprobs_BV[:, :vocab].max(-1).values
     torch.testing.assert_close(logprobs_BV[greedy, tokens[greedy]], best[greedy])  # bf16 logits have ties

@@ -89,9 +89,9 @@ def test_min_p_keeps_what_transformers_keeps(min_p: float):
     logits = torch.from_numpy(np.random.default_rng(3).normal(size=(1, 60)).astype(np.float32) * 1.5)
     kept = torch.isfinite(MinPLogitsWarper(min_p)(torch.zeros(1, 1), logits)[0])
     choice = Choice(
-        torch.ones(rows), torch.full((rows,), -1), torch.ones(rows),
+        np.ones(rows, np.float32), np.full(rows, -1), np.ones(rows, np.float32),
         stream_keys(np.zeros(rows, np.uint64), np.zeros(rows, np.int64), np.arange(rows)),
-        torch.full((rows,), min_p),
+        np.full(rows, min_p, np.float32),
     )  # fmt: skip
     tokens = draw(logits.log_softmax(-1).expand(rows, -1), choice)
     p = torch.where(kept, logits[0].exp(), 0.0)

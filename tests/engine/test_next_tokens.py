@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinkex.engine.rng import exponentials, stream_key, stream_keys
+from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.next_tokens import (
     BLOCK,
     Choice,
+    TorchRows,
     draw,
     keep_likeliest,
-    likeliest,
     race,
     scaled_logprobs,
 )
@@ -30,17 +31,21 @@ def keys(count: int, seed: int = 0) -> np.ndarray:
 
 def choose(rows: int, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, seed: int = 0) -> Choice:
     return Choice(
-        torch.full((rows,), temperature),
-        torch.full((rows,), top_k),
-        torch.full((rows,), top_p),
+        np.full(rows, temperature, np.float32),
+        np.full(rows, top_k),
+        np.full(rows, top_p, np.float32),
         keys(rows, seed),
     )
+
+
+def warmth(choice: Choice) -> torch.Tensor:
+    return torch.from_numpy(choice.temperature)
 
 
 def drawn(logits: torch.Tensor, rows: int, vocab: int | None = None, **how) -> np.ndarray:
     """`rows` draws from one row of logits."""
     choice = choose(rows, **how)
-    logprobs = scaled_logprobs(logits.expand(rows, -1), choice.temperature, vocab or logits.shape[-1])
+    logprobs = scaled_logprobs(logits.expand(rows, -1), warmth(choice), vocab or logits.shape[-1])
     return draw(logprobs, choice).numpy()
 
 
@@ -110,16 +115,16 @@ def test_a_row_is_drawn_alike_alone_and_in_company():
     rng = np.random.default_rng(1)
     logits = torch.from_numpy(rng.normal(size=(20, 1000)).astype(np.float32))
     choice = Choice(
-        torch.tensor([0.0, 0.5, 1.0, 1.3] * 5),
-        torch.tensor([-1, 0, 5, 30, 2000] * 4),
-        torch.tensor([1.0, 0.9] * 10),
+        np.array([0.0, 0.5, 1.0, 1.3] * 5, np.float32),
+        np.array([-1, 0, 5, 30, 2000] * 4),
+        np.array([1.0, 0.9] * 10, np.float32),
         keys(20),
     )
-    together = draw(scaled_logprobs(logits, choice.temperature, 990), choice)
+    together = draw(scaled_logprobs(logits, warmth(choice), 990), choice)
     for i in range(20):
         one = slice(i, i + 1)
         alone = Choice(choice.temperature[one], choice.top_k[one], choice.top_p[one], choice.keys[one])
-        assert draw(scaled_logprobs(logits[one], alone.temperature, 990), alone)[0] == together[i]
+        assert draw(scaled_logprobs(logits[one], warmth(alone), 990), alone)[0] == together[i]
 
 
 @pytest.mark.parametrize("spread", [0.3, 3.0])
@@ -129,7 +134,7 @@ def test_rounding_noise_hardly_ever_changes_a_draw(spread: float):
     logits = torch.from_numpy((rng.normal(size=(2000, 5000)) * spread).astype(np.float32))
     noisy = logits + torch.from_numpy(rng.normal(size=logits.shape).astype(np.float32)) * 2e-6
     choice = choose(2000)
-    a, b = (draw(scaled_logprobs(z, choice.temperature, 5000), choice) for z in (logits, noisy))
+    a, b = (draw(scaled_logprobs(z, warmth(choice), 5000), choice) for z in (logits, noisy))
     assert int((a != b).sum()) <= 1
 
 
@@ -167,7 +172,7 @@ def test_greedy_ignores_the_cuts_and_the_stream():
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0))
     for seed in range(3):
         choice = choose(3, temperature=0.0, top_k=3, top_p=0.1, seed=seed)
-        tokens = draw(scaled_logprobs(logits, choice.temperature, 500), choice)
+        tokens = draw(scaled_logprobs(logits, warmth(choice), 500), choice)
         assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
@@ -191,7 +196,7 @@ def test_padded_ids_are_never_normalised_over_drawn_or_listed():
     logprobs = scaled_logprobs(logits, torch.tensor([1.0]), vocab)
     assert float(logprobs[0, :vocab].exp().sum()) == pytest.approx(1.0, abs=1e-5)
     assert (logprobs[0, vocab:] == -torch.inf).all()
-    ids, values = likeliest(logprobs, vocab + 4, vocab)
+    ids, values = TorchRows(logits, vocab, Backend()).top(vocab + 4)
     assert set(ids[0, :vocab].tolist()) == set(range(vocab))
     assert (values[0, vocab:] == TOPK_PADDING).all()
 

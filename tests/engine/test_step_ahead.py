@@ -19,13 +19,12 @@ from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.kv import KVCache, PagedAttend, TokenSpan
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.models.decoder import Decoder
-from tinkex.engine.torch.next_tokens import Choice, draw, scaled_logprobs
-from tinkex.engine.torch.sequences import RunningRequest, RunningSequence
+from tinkex.engine.torch.next_tokens import Choice, draw, draw_next, scaled_logprobs
+from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import SamplingParams
 
 CPU = torch.device("cpu")
-Landed = list[tuple[RunningSequence, int, float]]
 
 
 class SlowPipeline:
@@ -34,25 +33,37 @@ class SlowPipeline:
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
         self._decoder, self._cache = decoder, cache
         self._flight: Landed = []
+        self._undrawn: dict[RunningSequence, torch.Tensor] = {}  # logits of requests with rules
         self.launched = 0
         self.error: Exception | None = None
 
     def serves(self, request: RunningRequest) -> bool:
-        return request.draws_plainly
+        return True
 
     def step(self, sequences: Several[RunningSequence]) -> Landed:
         if self.error:
             raise self.error
-        before, known = self._flight, {s: token for s, token, _ in self._flight}
-        self._flight = [(s, *self._next(s, known.get(s, s.last))) for s in sequences]
+        assert not self._undrawn
+        before, known = self._flight, {s: token for s, token, *_ in self._flight}
+        self._flight = [(s, *self._next(s, known.get(s, s.last)), None) for s in sequences]
         return self._land(before)
 
+    def draw(self) -> None:
+        """By rules, which read the tokens that have landed."""
+        flight = {sequence: (token, logprob, top) for sequence, token, logprob, top in self._flight}
+        for sequence, logits in self._undrawn.items():
+            if sequence.pages and not sequence.reason:
+                vocab, backend = self._decoder.config.vocab_size, self._decoder.backend
+                flight |= {s: drawn for s, *drawn in draw_next([sequence], logits, vocab, backend)}
+        self._flight, self._undrawn = [(s, *drawn) for s, drawn in flight.items()], {}
+
     def land(self) -> Landed:
+        assert not self._undrawn
         before, self._flight = self._flight, []
         return self._land(before)
 
     def drop(self) -> None:
-        self._flight = []
+        self._flight, self._undrawn = [], {}
 
     @torch.inference_mode()
     def _next(self, sequence: RunningSequence, token: int) -> tuple[int, float]:
@@ -61,17 +72,20 @@ class SlowPipeline:
         sequence.in_flight += 1
         attend = PagedAttend(self._cache, [TokenSpan(sequence.pages, at, 1)], config.windows, CPU)
         logits = self._decoder.logits(self._decoder(torch.tensor([token]), torch.tensor([at]), attend))
+        if not sequence.request.draws_plainly:
+            self._undrawn[sequence] = logits
+            return -1, 0.0
         temperature = torch.tensor([sequence.request.work.params.temperature])
         logprobs = scaled_logprobs(logits, temperature, config.vocab_size)
         keys = stream_keys(
             np.array([sequence.request.seed], np.uint64), np.array([sequence.index]), np.array([at + 1])
         )
-        choice = Choice(temperature, torch.zeros(1, dtype=torch.int64), torch.ones(1), keys)
+        choice = Choice(temperature.numpy(), np.zeros(1, np.int64), np.ones(1, np.float32), keys)
         drawn = int(draw(logprobs, choice))
         return drawn, float(logprobs[0, drawn])
 
     def _land(self, flight: Landed) -> Landed:
-        for sequence, _, _ in flight:
+        for sequence, *_ in flight:
             sequence.in_flight -= 1
         return flight
 
@@ -112,7 +126,12 @@ def test_what_is_drawn_ahead_is_what_the_plain_steps_draw(decoder: Decoder, page
             submit(batch, 30, 18, work={"num_samples": 3})[0],
             submit(batch, 31, 6, temperature=0.0)[0],
         ]
-        futures += [submit(batch, 32, 6, top_k=5)[0]]
+        futures += [
+            submit(batch, 32, 6, top_k=5)[0],
+            submit(batch, 33, 7, presence_penalty=2.0, repetition_penalty=1.5)[0],
+            submit(batch, 34, 8, min_tokens=6, stop=list(range(0, 320, 3)))[0],
+            submit(batch, 35, 8, work={"topk_sample_logprobs": 2})[0],
+        ]
         finish(batch)
         answers.append([[s.tokens for s in future.result(timeout=0).sequences] for future in futures])
         if ahead:

@@ -177,9 +177,12 @@ class CudaBackend(Backend):
         return lp
 
     def draw(self, logits_NV: Tensor, choice: Choice, vocab: int) -> tuple[list[int], list[float]]:
-        keys_N = to_device(choice.keys.view(np.int64), logits_NV.device)
-        tokens_N, chosen_N = torch.empty_like(keys_N), torch.empty_like(choice.temperature)
-        kernel.draw(logits_NV, choice.temperature, keys_N, vocab, tokens_N, chosen_N, self.invariant)
+        device = logits_NV.device
+        keys_N, temperature_N = (
+            to_device(a, device) for a in (choice.keys.view(np.int64), choice.temperature)
+        )
+        tokens_N, chosen_N = torch.empty_like(keys_N), torch.empty_like(temperature_N)
+        kernel.draw(logits_NV, temperature_N, keys_N, vocab, tokens_N, chosen_N, self.invariant)
         return tokens_N.tolist(), chosen_N.tolist()
 
     def logprobs(self, logits_NV: Tensor, temperature_N: Tensor, vocab: int) -> Tensor:

@@ -2,10 +2,11 @@
 
 `DecodeGraphs` captures a whole step (decoder, adapters, attention, drawing) for every batch size that occurs.
 `DecodePipeline` launches the next step before the last step's tokens have reached the host: the device reads
-them from its own memory, and tokens computed past a stop are dropped. Serves requests that `draws_plainly`:
-no cuts, penalties, bias, grammar or lists of likely tokens; the sampler's plain step serves the others.
+them from its own memory, and tokens computed past a stop are dropped. A row with rules (cuts, penalties,
+bias, a grammar, a list of likely tokens) is drawn again outside the graph, by the code of plain steps, once
+its last token has reached the host. The host does so while the device computes the step's logits.
 
-Shapes: B rows of a step, D width, V padded vocabulary.
+Shapes: B rows of a step, N rows with rules, D width, V padded vocabulary.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.hooks import Frozen, LoraHook, PartialProjection, Site, Sites
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.models.decoder import Decoder
-from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence, lora_of
+from tinkex.engine.torch.next_tokens import draw_by_rules, listed
+from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence, Top, lora_of
 from tinkex.engine.torch.states import StatePool
-from tinkex.engine.torch.upload import fill
+from tinkex.engine.torch.upload import fill, from_device, to_device
 
 # As measured on an H200:
 _SOME = 64  # rows up to which a launch costs more than reading and writing the result once more
@@ -53,6 +55,7 @@ class DecodeGraphKey(NamedTuple):
 
     rows: int
     adapters: grouped.SlotShape = grouped.SlotShape()
+    keeps_logits: bool = False  # in `DecodeGraphs.logits`, for rows with rules
 
 
 class Results(NamedTuple):
@@ -145,6 +148,7 @@ class DecodeGraphs:
         self._decoder, self._cache, self.backend, self.states = decoder, cache, decoder.backend, states
         device = decoder.unembed_weight.device
         self.device, self.capacity, self.width = device, bucket(capacity), -(-context // PAGE)
+        self.vocab = decoder.config.vocab_size
 
         def static(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -159,6 +163,13 @@ class DecodeGraphs:
         self._cells: dict[int, Tensor] = {}
         self._graphs: dict[DecodeGraphKey, torch.cuda.CUDAGraph] = {}
         self._memory, self._beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[capacity, V]: the logits of the last step, if its graph keeps them."""
+        weight = self._decoder.unembed_weight
+        shape = self.capacity, self._decoder.config.padded_vocab
+        return torch.zeros(shape, dtype=weight.dtype, device=self.device)
 
     def cells(self, tiles: int) -> Tensor:
         """The tensor from which graphs of so many tiles read them: int32 [6, tiles]."""
@@ -227,23 +238,31 @@ class DecodeGraphs:
         lora = self.hook(self.slots, key.adapters, self.cells(key.adapters.tiles), key.rows)
         states = () if self.states is None else [KernelStates(None, self.states, self.orders[5, : key.rows])]
         h_BD = self._decoder(tokens, (cos, sin), attend, lora, states=states)
-        logits_BV, vocab = self._decoder.logits(h_BD, lora), self._decoder.config.vocab_size
-        token_kernels.draw(logits_BV, self.temperature, self.orders[4], vocab, last, logprobs, invariant)
+        logits_BV = self._decoder.logits(h_BD, lora)
+        if key.keeps_logits:
+            self.logits[: key.rows].copy_(logits_BV)
+        token_kernels.draw(logits_BV, self.temperature, self.orders[4], self.vocab, last, logprobs, invariant)
+
+
+Rows = list[tuple[int, RunningSequence]]
 
 
 class StepInFlight(NamedTuple):
     """A launched step: its rows' sequences, and where the results will be."""
 
-    rows: list[tuple[int, RunningSequence]]
+    rows: Rows
     results: Results
     done: torch.cuda.Event
+    undrawn: Rows  # have rules, and wait for `DecodePipeline.draw`
+    lists: Callable[[], dict[RunningSequence, Top | None]] = dict  # of likely tokens
 
     def land(self) -> Landed:
+        assert not self.undrawn
         self.done.synchronize()
-        tokens, logprobs = self.results.tokens.tolist(), self.results.logprobs.tolist()
+        tokens, logprobs, tops = self.results.tokens.tolist(), self.results.logprobs.tolist(), self.lists()
         for _, sequence in self.rows:
             sequence.in_flight -= 1
-        return [(sequence, tokens[row], logprobs[row]) for row, sequence in self.rows]
+        return [(sequence, tokens[row], logprobs[row], tops.get(sequence)) for row, sequence in self.rows]
 
 
 class DecodePipeline:
@@ -266,8 +285,7 @@ class DecodePipeline:
 
     def serves(self, request: RunningRequest) -> bool:
         """Whether captured steps can serve `request`."""
-        published = request.published
-        return request.draws_plainly and (published is None or usable([published.adapter]))
+        return request.published is None or usable([request.published.adapter])
 
     def step(self, sequences: Several[RunningSequence]) -> Landed:
         """Launch the next step of `sequences`, which hold their pages; returns the last step's results."""
@@ -277,6 +295,27 @@ class DecodePipeline:
             self._assign_rows(sequences)
         self._flight = self._launch(sequences, sources)
         return before.land() if before else []
+
+    @torch.inference_mode()
+    def draw(self) -> None:
+        """Draw for rows with rules in the step in flight: the tokens before are in their sequences now."""
+        if self._flight is None or not self._flight.undrawn:
+            return
+        graphs, flight = self._graphs, self._flight
+        if undrawn := [(row, s) for row, s in flight.undrawn if s.pages and not s.reason]:
+            rows_N = to_device(np.array([row for row, _ in undrawn]), graphs.logits.device)
+            some = [sequence for _, sequence in undrawn]
+            drawn = draw_by_rules(some, graphs.logits[rows_N], graphs.vocab, graphs.backend)
+            graphs.results.tokens.index_copy_(0, rows_N, drawn.tokens_N)
+            graphs.results.logprobs.index_copy_(0, rows_N, drawn.logprobs_N)
+            if drawn.top_NK is not None:
+                ids, logprobs = (from_device(part) for part in drawn.top_NK)
+                flight = flight._replace(
+                    lists=lambda: dict(zip(some, listed(some, ids(), logprobs()), strict=True))
+                )
+        flight.results.whole.copy_(graphs.results.whole, non_blocking=True)
+        flight.done.record()
+        self._flight = flight._replace(undrawn=[])
 
     def land(self) -> Landed:
         """Wait for the step in flight; returns its results."""
@@ -305,11 +344,12 @@ class DecodePipeline:
         fill(graphs.temperature[:rows], np.array(temperatures, np.float32))
         self._seed[:rows] = [s.request.seed for s in placed]
         self._index[:rows] = [s.index for s in placed]
-        self._key = DecodeGraphKey(bucket(rows))
+        ruled = not all(s.request.draws_plainly for s in placed)
+        self._key = DecodeGraphKey(bucket(rows), keeps_logits=ruled)
         if (lora := lora_of(graphs.backend, placed, [1] * rows)) is not None:
             cells, shape = graphs.slots.place(lora.segments)
             fill(graphs.cells(shape.tiles), cells)
-            self._key = DecodeGraphKey(bucket(rows), shape)
+            self._key = self._key._replace(adapters=shape)
 
     def _launch(
         self, sequences: Several[RunningSequence], sources: dict[RunningSequence, int]
@@ -330,10 +370,12 @@ class DecodePipeline:
         orders[5, rows] = [-1 if s.slot is None else s.slot for s in sequences]
         graphs.orders.copy_(self._orders[turn], non_blocking=True)
         graphs.replay(self._key)
-        results = self._results[turn]
-        results.whole.copy_(graphs.results.whole, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
+        results, done = self._results[turn], torch.cuda.Event()
         for sequence in sequences:
             sequence.in_flight += 1
-        return StepInFlight(list(zip(rows.tolist(), sequences, strict=True)), results, done)
+        placed = list(zip(rows.tolist(), sequences, strict=True))
+        undrawn = [(row, s) for row, s in placed if not s.request.draws_plainly]
+        if not undrawn:
+            results.whole.copy_(graphs.results.whole, non_blocking=True)
+            done.record()
+        return StepInFlight(placed, results, done, undrawn)

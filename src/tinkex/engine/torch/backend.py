@@ -28,6 +28,7 @@ from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.moe import ExpertMlp, Routing, expert_linear
 from tinkex.engine.torch.next_tokens import Choice, draw, scaled_logprobs
 from tinkex.engine.torch.states import StateGroup, StatePool
+from tinkex.engine.torch.upload import to_device
 
 if TYPE_CHECKING:
     from tinkex.engine.native.step import CompiledStep
@@ -51,6 +52,13 @@ class DecodeAhead(Protocol):
 
     def land(self) -> Landed:
         """Wait for the step in flight; returns its results."""
+        ...
+
+    def draw(self) -> None:
+        """Draw, in the step in flight, for requests whose rules need the tokens of the step before.
+
+        Called once those have been appended to their sequences.
+        """
         ...
 
     def drop(self) -> None: ...
@@ -145,7 +153,7 @@ class Backend:
 
     def draw(self, logits_NV: Tensor, choice: Choice, vocab: int) -> tuple[list[int], list[float]]:
         """One token and its logprob for each row, without top-k and top-p."""
-        logprobs_NV = self.logprobs(logits_NV, choice.temperature, vocab)
+        logprobs_NV = self.logprobs(logits_NV, to_device(choice.temperature, logits_NV.device), vocab)
         tokens_N = draw(logprobs_NV, choice)
         return tokens_N.tolist(), logprobs_NV.gather(1, tokens_N[:, None])[:, 0].tolist()
 

@@ -36,6 +36,7 @@ from tinkex.engine.torch.sequences import (
     PublishedAdapter,
     RunningRequest,
     RunningSequence,
+    Top,
     lora_of,
 )
 from tinkex.engine.torch.states import GRID, StatePool, snapshot_after
@@ -217,6 +218,7 @@ class ContinuousBatch:
             for sequence in going:
                 self._copy_state_ahead(sequence)
             self._land(pipeline.step(going) if going else pipeline.land())
+            pipeline.draw()
         except Exception as error:
             pipeline.drop()
             self._fail_step(self.running, error)
@@ -234,10 +236,10 @@ class ContinuousBatch:
             sequence.copied = self.states.fork(sequence.slot)
 
     def _land(self, landed: Landed) -> None:
-        for sequence, token, logprob in landed:
+        for sequence, token, logprob, top in landed:
             if sequence.pages and not sequence.reason:
                 self._computed(sequence, 1)
-                self._append(sequence, token, logprob)
+                self._append(sequence, token, logprob, top)
         self._finish()
 
     def _admit(self) -> None:
@@ -401,9 +403,7 @@ class ContinuousBatch:
         vocab, backend = self.decoder.config.vocab_size, self.decoder.backend
         drawn = draw_next(sequences, logits_NV, vocab, backend, self._compiled)
         for sequence, token, logprob, top in drawn:
-            if top is not None:
-                sequence.top.append(top)
-            self._append(sequence, token, logprob)
+            self._append(sequence, token, logprob, top)
 
     def _fork(self, first: RunningSequence) -> Iterator[RunningSequence]:
         """Start the other samples of a prompt that was just computed.
@@ -437,10 +437,12 @@ class ContinuousBatch:
         sequence.links = first.links[:full]
         return True
 
-    def _append(self, sequence: RunningSequence, token: int, logprob: float) -> None:
+    def _append(self, sequence: RunningSequence, token: int, logprob: float, top: Top | None) -> None:
         request = sequence.request
         if request not in self._requests:  # another of its samples failed it in this step
             return
+        if top is not None:
+            sequence.top.append(top)
         if not math.isfinite(logprob):
             return self._fail(request, _diverged(request))
         sequence.append(token, logprob, request.stops, request.max_tokens)

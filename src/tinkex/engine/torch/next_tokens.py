@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -27,35 +27,42 @@ from tinkex.engine.torch.upload import to_device
 if TYPE_CHECKING:
     from tinkex.engine.native.step import CompiledStep
     from tinkex.engine.torch.backend import Backend
-    from tinkex.engine.torch.sequences import RunningSequence
+    from tinkex.engine.torch.sequences import RunningSequence, Top
 
 BLOCK = 256  # ids that are drawn among at once
 COLDEST = 1e-5  # lower temperatures would overflow float32, and draw the likeliest token all the same
-Top = tuple[np.ndarray, np.ndarray]  # ids and logprobs of likely tokens
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How each of N rows is drawn from."""
+    """How each of N rows is drawn from. On the host, so that nothing waits for the device to decide."""
 
-    temperature: Tensor  # float32 [N]; 0 is greedy
-    top_k: Tensor  # int64 [N]; 0 or less: off
-    top_p: Tensor  # float32 [N]
+    temperature: np.ndarray  # float32 [N]; 0 is greedy
+    top_k: np.ndarray  # int64 [N]; 0 or less: off
+    top_p: np.ndarray  # float32 [N]
     keys: np.ndarray  # uint64 [N]: one random stream per row (engine/rng.py)
-    min_p: Tensor | None = None  # float32 [N]; None: off in every row
+    min_p: np.ndarray | None = None  # float32 [N]; None: off in every row
 
     @classmethod
-    def of(cls, sequences: Sequence[RunningSequence], device: torch.device) -> Choice:
+    def of(cls, sequences: Sequence[RunningSequence]) -> Choice:
         params = [s.request.work.params for s in sequences]
         keys = [stream_key(s.request.seed, s.index, s.length) for s in sequences]
         min_p = [p.min_p for p in params]
         return cls(
-            to_device(np.array([p.temperature for p in params], np.float32), device),
-            to_device(np.array([p.top_k for p in params]), device),
-            to_device(np.array([p.top_p for p in params], np.float32), device),
+            np.array([p.temperature for p in params], np.float32),
+            np.array([p.top_k for p in params], np.int64),
+            np.array([p.top_p for p in params], np.float32),
             np.array(keys, np.uint64),
-            to_device(np.array(min_p, np.float32), device) if any(min_p) else None,
+            np.array(min_p, np.float32) if any(min_p) else None,
         )
+
+
+class Drawn(NamedTuple):
+    """What was drawn for N rows, on the device."""
+
+    tokens_N: Tensor  # int64
+    logprobs_N: Tensor  # float32
+    top_NK: tuple[Tensor, Tensor] | None = None  # ids and logprobs of the K likeliest, if a row lists them
 
 
 def scaled_logprobs(logits_NV: Tensor, temperature_N: Tensor, vocab: int) -> Tensor:
@@ -72,19 +79,20 @@ def scaled(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
 
 def draw(logprobs_NV: Tensor, choice: Choice) -> Tensor:
     """One token id per row, int64 [N], from the `scaled_logprobs` of the rows."""
-    greedy_N = choice.temperature == 0
-    if bool(greedy_N.all()):
+    device, greedy = logprobs_NV.device, choice.temperature == 0
+    if greedy.all():
         return logprobs_NV.argmax(-1)
     p_NV = logprobs_NV.exp()
-    cut = (choice.top_k > 0) | (choice.top_p < 1.0)
-    if bool(cut.any()):
-        rows = cut.nonzero()[:, 0]
-        p_NV[rows] = keep_likeliest(p_NV[rows], choice.top_k[rows], choice.top_p[rows])
+    cut = np.flatnonzero((choice.top_k > 0) | (choice.top_p < 1.0))
+    if len(cut):
+        rows, top_k, top_p = (to_device(a, device) for a in (cut, choice.top_k[cut], choice.top_p[cut]))
+        p_NV[rows] = keep_likeliest(p_NV[rows], top_k, top_p)
     if choice.min_p is not None:
-        p_NV = p_NV.masked_fill(p_NV < choice.min_p[:, None] * p_NV.amax(-1, keepdim=True), 0.0)
+        min_p_N = to_device(choice.min_p, device)
+        p_NV = p_NV.masked_fill(p_NV < min_p_N[:, None] * p_NV.amax(-1, keepdim=True), 0.0)
     tokens_N = race(p_NV, choice.keys)
-    if bool(greedy_N.any()):
-        tokens_N[greedy_N] = logprobs_NV[greedy_N].argmax(-1)
+    if greedy.any():
+        tokens_N = torch.where(to_device(greedy, device), logprobs_NV.argmax(-1), tokens_N)
     return tokens_N
 
 
@@ -110,16 +118,16 @@ def race(p_NV: Tensor, keys: np.ndarray) -> Tensor:
     N, V = p_NV.shape
     p_NBS = F.pad(p_NV, (0, -V % BLOCK)).view(N, -1, BLOCK)
     B = p_NBS.shape[1]
-    noise = torch.from_numpy(exponentials(keys, B + BLOCK)).to(p_NV.device)
+    noise = to_device(exponentials(keys, B + BLOCK), p_NV.device)
     block_N = (p_NBS.sum(-1) / noise[:, :B]).argmax(-1)
     inside_NS = p_NBS[torch.arange(N, device=p_NV.device), block_N]
     return block_N * BLOCK + (inside_NS / noise[:, B:]).argmax(-1)
 
 
-def likeliest(logprobs_NV: Tensor, k: int, vocab: int) -> Top:
-    """The k likeliest ids of each row and their logprobs, likeliest first; padded where vocab < k."""
+def likeliest(logprobs_NV: Tensor, k: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest ids of each row and their logprobs, likeliest first; fewer where vocab < k."""
     values, ids = logprobs_NV[:, :vocab].topk(min(k, vocab), dim=-1)
-    return padded_top(ids.cpu().numpy(), values.cpu().numpy(), k)
+    return ids, values
 
 
 def draw_next(
@@ -129,30 +137,24 @@ def draw_next(
     backend: Backend,
     compiled: CompiledStep | None = None,
 ) -> Iterator[tuple[RunningSequence, int, float, Top | None]]:
-    """Each sequence's next token, its logprob, and the likeliest tokens if the request lists them.
-
-    A batch-invariant backend draws rows with cuts, rules or lists one by one: torch's sums and the winners
-    of ties depend on the number of rows.
-    """
+    """Each sequence's next token, its logprob, and the likeliest tokens if the request lists them."""
     plain = [i for i, s in enumerate(sequences) if s.request.draws_plainly]
     if len(plain) < len(sequences) and not backend.invariant:
         plain = []
     others = sorted(set(range(len(sequences))).difference(plain))
     if plain:
         some, logits = _rows(sequences, logits_NV, plain)
-        choice = Choice.of(some, logits.device)
+        choice = Choice.of(some)
         if compiled is None:
             tokens, logprobs = backend.draw(logits, choice, vocab)
         else:
-            tokens, logprobs = compiled.draw(logits, choice.temperature.numpy(), choice.keys)
+            tokens, logprobs = compiled.draw(logits, choice.temperature, choice.keys)
         yield from zip(some, tokens, logprobs, [None] * len(some), strict=True)
     if others:
         some, logits = _rows(sequences, logits_NV, others)
-        logprobs_NV = backend.logprobs(logits, Choice.of(some, logits.device).temperature, vocab)
-        at_once = 1 if backend.invariant else len(some)
-        for i in range(0, len(some), at_once):
-            part = slice(i, i + at_once)
-            yield from _draw_listed(some[part], logits[part], logprobs_NV[part], vocab)
+        tokens_N, logprobs_N, top_NK = draw_by_rules(some, logits, vocab, backend)
+        tops = listed(some, *(part.cpu().numpy() for part in top_NK)) if top_NK else [None] * len(some)
+        yield from zip(some, tokens_N.tolist(), logprobs_N.tolist(), tops, strict=True)
 
 
 def _rows(
@@ -161,23 +163,49 @@ def _rows(
     return [sequences[i] for i in rows], logits_NV if len(rows) == len(sequences) else logits_NV[rows]
 
 
-def _draw_listed(
-    sequences: Sequence[RunningSequence], logits_NV: Tensor, logprobs_NV: Tensor, vocab: int
-) -> Iterator[tuple[RunningSequence, int, float, Top | None]]:
-    choice, drawn_from_NV = Choice.of(sequences, logprobs_NV.device), logprobs_NV
+def draw_by_rules(
+    sequences: Sequence[RunningSequence], logits_NV: Tensor, vocab: int, backend: Backend
+) -> Drawn:
+    """Draw with cuts, rules, grammars and lists of likely tokens. Does not wait for the device.
+
+    A batch-invariant backend draws the rows one by one: torch's sums and the winners of ties depend on the
+    number of rows.
+    """
+    temperature_N = to_device(Choice.of(sequences).temperature, logits_NV.device)
+    logprobs_NV = backend.logprobs(logits_NV, temperature_N, vocab)
+    most = max(s.request.work.topk_sample_logprobs for s in sequences)
+    at_once = 1 if backend.invariant else len(sequences)
+    parts = [slice(i, i + at_once) for i in range(0, len(sequences), at_once)]
+    tokens, logprobs = zip(
+        *(_draw_rows(sequences[i], logits_NV[i], logprobs_NV[i], temperature_N[i], vocab) for i in parts),
+        strict=True,
+    )
+    if not most:
+        return Drawn(torch.cat(tokens), torch.cat(logprobs))
+    ids, values = zip(*(likeliest(logprobs_NV[i], most, vocab) for i in parts), strict=True)
+    return Drawn(torch.cat(tokens), torch.cat(logprobs), (torch.cat(ids), torch.cat(values)))
+
+
+def _draw_rows(
+    sequences: Sequence[RunningSequence],
+    logits_NV: Tensor,
+    logprobs_NV: Tensor,
+    temperature_N: Tensor,
+    vocab: int,
+) -> tuple[Tensor, Tensor]:
+    drawn_from_NV = logprobs_NV
     if (changed := shaped(sequences, logits_NV)) is not None:
         rows, some_NV = changed
-        drawn_from_NV = logprobs_NV.index_copy(
-            0, rows, scaled_logprobs(some_NV, choice.temperature[rows], vocab)
-        )
-    tokens_N = draw(drawn_from_NV, choice)
-    chosen = logprobs_NV.gather(1, tokens_N[:, None])[:, 0].tolist()
-    most = max(s.request.work.topk_sample_logprobs for s in sequences)
-    ids, logprobs = likeliest(logprobs_NV, most, vocab) if most else (None, None)
-    for i, (sequence, token) in enumerate(zip(sequences, tokens_N.tolist(), strict=True)):
-        k = sequence.request.work.topk_sample_logprobs
-        top = (ids[i, :k], logprobs[i, :k]) if k and ids is not None and logprobs is not None else None
-        yield sequence, token, chosen[i], top
+        drawn_from_NV = logprobs_NV.index_copy(0, rows, scaled_logprobs(some_NV, temperature_N[rows], vocab))
+    tokens_N = draw(drawn_from_NV, Choice.of(sequences))
+    return tokens_N, logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
+
+
+def listed(sequences: Sequence[RunningSequence], ids: np.ndarray, logprobs: np.ndarray) -> list[Top | None]:
+    """What each sequence's request lists of the likeliest tokens."""
+    asked = [s.request.work.topk_sample_logprobs for s in sequences]
+    ids, logprobs = padded_top(ids, logprobs, max(asked))
+    return [(ids[i, :k], logprobs[i, :k]) if k else None for i, k in enumerate(asked)]
 
 
 class TorchRows:
@@ -200,7 +228,7 @@ class TorchRows:
 
     def top(self, k: int) -> Top:
         ids, logprobs = zip(*(likeliest(part, k, self._vocab) for part in self._parts), strict=True)
-        return np.concatenate(ids), np.concatenate(logprobs)
+        return padded_top(torch.cat(ids).cpu().numpy(), torch.cat(logprobs).cpu().numpy(), k)
 
     def draw(self, keys: np.ndarray) -> np.ndarray:
         split = zip(self._parts, np.split(keys, len(self._parts)), strict=True)

@@ -118,7 +118,8 @@ class RunningSequence(Sample):
         return np.concatenate([prompt[start:stop], np.asarray(drawn, np.int32)])
 
 
-Landed = list[tuple[RunningSequence, int, float]]  # sequences, their new tokens and these logprobs
+Top = tuple[np.ndarray, np.ndarray]  # ids and logprobs of likely tokens
+Landed = list[tuple[RunningSequence, int, float, Top | None]]  # new tokens, their logprobs, likely ones
 
 
 def lora_of(
