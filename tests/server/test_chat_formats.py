@@ -16,6 +16,11 @@ from tinkex.server.openai.tool_grammars import LarkWriter
 
 # A piece of each family's template by which it is known, a reply, and what it says: thought, text, calls.
 CALL = ("weather", {"city": "Bern", "days": 2})
+PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "code": {"type": "string"}}
+TOOLS = [
+    {"name": "weather", "parameters": {"type": "object", "properties": PROPERTIES}},
+    {"name": "noon"},
+]
 REPLIES: dict[str, tuple[str, str, tuple[str, str, list[Any]]]] = {
     "qwen3": (
         "{{ '<tool_call>' }}",
@@ -103,7 +108,7 @@ def joined(parts: list[ReplyPart]) -> tuple[str, str, list[Any]]:
 
 
 def read(template: str, pieces: list[str], **more: Any) -> tuple[str, str, list[Any]]:
-    parser = parser_of(chat_format(template), **{"thinking": False, "tools": True, **more})
+    parser = parser_of(chat_format(template), **{"thinking": False, "tools": TOOLS, **more})
     parts = [part for piece in pieces for part in parser.add(piece)]
     return joined(parts + parser.finish())
 
@@ -117,6 +122,15 @@ def test_replies_are_read_in_pieces_of_any_size(name: str, data: st.DataObject) 
     assert read(template, pieces) == expected
 
 
+def test_values_without_quotes_are_what_the_schema_says() -> None:
+    reply = (
+        "<tool_call>\n<function=weather>\n<parameter=code>\n3000\n</parameter>\n<parameter=exact>\nTrue\n"
+        "</parameter>\n<parameter=until>\nNone\n</parameter>\n</function>\n</tool_call>"
+    )
+    call = ("weather", {"code": "3000", "exact": True, "until": None})
+    assert read("<tool_call>\n<function=name>", [reply]) == ("", "", [call])
+
+
 def test_a_prompt_may_have_opened_the_thought() -> None:
     reply = "hm, 3 < 4\n</think>\n\nFour."
     assert read("<tool_call>", [reply], thinking=True) == ("hm, 3 < 4\n", "Four.", [])
@@ -125,7 +139,7 @@ def test_a_prompt_may_have_opened_the_thought() -> None:
 
 def test_without_tools_a_call_is_text() -> None:
     _, reply, _ = REPLIES["qwen3.5"]
-    assert read("<tool_call>", [reply], tools=False) == ("", reply, [])
+    assert read("<tool_call>", [reply], tools=()) == ("", reply, [])
 
 
 def test_at_most_so_many_calls_are_read() -> None:
@@ -136,7 +150,7 @@ def test_at_most_so_many_calls_are_read() -> None:
 
 
 def test_text_is_streamed_while_it_comes() -> None:
-    parser = parser_of(chat_format("<tool_call>"), thinking=False, tools=True)
+    parser = parser_of(chat_format("<tool_call>"), thinking=False, tools=TOOLS)
     assert joined(parser.add("Hello there")) == ("", "Hello there", [])
     assert joined(parser.add(" <tool")) == ("", "", [])
     assert joined(parser.add("box>")) == ("", " <toolbox>", [])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -34,7 +34,9 @@ class ReplyPart:
 
 
 Calls = list[ParsedCall]
-ParseBlock = Callable[[str], Calls]
+Texts = Mapping[str, Collection[str]]  # by function: its parameters that are strings
+ParseBlock = Callable[[str, Texts], Calls]
+Functions = Sequence[Mapping[str, Any]]  # as OpenAI describes them: name, description, parameters
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class ChatFormat:
     name: str
     begin: str = ""
     end: str = ""
-    parse: ParseBlock = lambda block: []
+    parse: ParseBlock = lambda block, texts: []
     markers: tuple[str, ...] = ()  # special tokens that the parser must see
     thinks: bool = False  # writes thoughts before "</think>"
     opens_bare: bool = False  # a reply that begins with "{" is a call too
@@ -66,13 +68,13 @@ def _call(name: Any, arguments: Any) -> Calls:
     return [ParsedCall(name, json.dumps({} if arguments is None else arguments, ensure_ascii=False))]
 
 
-def _from_json(text: str) -> Calls:
+def _from_json(text: str, texts: Texts) -> Calls:
     """One object, or a list of them; some models write several, separated by ";"."""
     try:
         given: Any = json.loads(text)
     except ValueError:
         parts = re.split(r"(?<=\})\s*;\s*(?=\{)", text)
-        return [call for part in parts for call in _from_json(part)] if len(parts) > 1 else []
+        return [call for part in parts for call in _from_json(part, texts)] if len(parts) > 1 else []
     calls: Calls = []
     for one in as_list(given) or [given]:
         call = as_object(as_object(one).get("function")) or as_object(one)
@@ -80,32 +82,39 @@ def _from_json(text: str) -> Calls:
     return calls
 
 
-def _value(text: str) -> Any:
-    """An argument without quotes: a number, a list and so on if it is JSON, else a string."""
+def _value(text: str, is_text: bool) -> Any:
+    """An argument without quotes: if it is no string, JSON, or Python's spelling, as some templates write."""
+    if is_text:
+        return text
     try:
         return json.loads(text)
     except ValueError:
-        return text
+        return {"True": True, "False": False, "None": None}.get(text, text)
 
 
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def _tagged(block: str) -> Calls:
+def _tagged(block: str, texts: Texts) -> Calls:
     """Inside <tool_call>: JSON (Qwen3, Hermes), <function=…> (Qwen3.5, Nemotron 3) or <arg_key> (GLM)."""
     block = block.strip()
     if block.startswith("{"):
-        return _from_json(block)
+        return _from_json(block, texts)
     if found := re.match(r"<function=([^>\n]+)>", block):
-        return _call(found[1].strip(), {k.strip(): _value(v) for k, v in _PARAMETER.findall(block)})
+        return _untyped(found[1].strip(), _PARAMETER.findall(block), texts)
     name = re.split(r"\n|<arg_key>", block, maxsplit=1)[0].strip()
     if re.fullmatch(r"[\w.-]+", name):
-        return _call(name, {k.strip(): _value(v.strip()) for k, v in _ARGUMENT.findall(block)})
+        return _untyped(name, _ARGUMENT.findall(block), texts)
     return []
 
 
-def _deepseek(block: str) -> Calls:
+def _untyped(name: str, arguments: Sequence[tuple[str, str]], texts: Texts) -> Calls:
+    strings = texts.get(name, ())
+    return _call(name, {key.strip(): _value(value, key.strip() in strings) for key, value in arguments})
+
+
+def _deepseek(block: str, texts: Texts) -> Calls:
     calls: Calls = []
     for one in re.findall("<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|$)", block, re.DOTALL):
         name, _, rest = one.partition("<｜tool▁sep｜>")
@@ -115,7 +124,7 @@ def _deepseek(block: str) -> Calls:
     return calls
 
 
-def _kimi(block: str) -> Calls:
+def _kimi(block: str, texts: Texts) -> Calls:
     pattern = r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)(?:<\|tool_call_end\|>|$)"
     found = re.findall(pattern, block, re.DOTALL)
     return [call for name, text in found for call in _call(_kimi_name(name), text)]
@@ -125,9 +134,9 @@ def _kimi_name(written: str) -> str:
     return written.strip().removeprefix("functions.").rpartition(":")[0] or written.strip()
 
 
-def _mistral(block: str) -> Calls:
+def _mistral(block: str, texts: Texts) -> Calls:
     if block.lstrip().startswith(("[", "{")):
-        return _from_json(block)
+        return _from_json(block, texts)
     pattern = r"([\w.-]+)\[ARGS\](.*?)(?=\[TOOL_CALLS\]|$)"
     return [call for name, text in re.findall(pattern, block, re.DOTALL) for call in _call(name, text)]
 
@@ -189,6 +198,12 @@ def held_back(text: str, markers: Sequence[str]) -> int:
     return 0
 
 
+def _strings(function: Mapping[str, Any]) -> frozenset[str]:
+    """The parameters of a function that are strings."""
+    properties = as_object(as_object(function.get("parameters")).get("properties"))
+    return frozenset(name for name, schema in properties.items() if as_object(schema).get("type") == "string")
+
+
 class ReplyParser:
     """The parts of one reply, of any format but harmony.
 
@@ -197,9 +212,10 @@ class ReplyParser:
     """
 
     def __init__(
-        self, form: ChatFormat, *, thinking: bool = False, tools: bool = False, most_calls: int = 128
+        self, form: ChatFormat, *, thinking: bool = False, tools: Functions = (), most_calls: int = 128
     ) -> None:
-        self._form, self._tools, self._left = form, tools, most_calls
+        self._form, self._tools, self._left = form, bool(tools), most_calls
+        self._texts = {function["name"]: _strings(function) for function in tools}
         self._mode: Literal["thinking", "text", "call"] = "thinking" if thinking else "text"
         self._pending = ""
         self._begun = False  # some text or thought was given
@@ -294,7 +310,7 @@ class ReplyParser:
         self._pending = self._pending[keep:]
 
     def _calls(self, block: str, end: str) -> None:
-        calls = self._form.parse(block)[: self._left]
+        calls = self._form.parse(block, self._texts)[: self._left]
         if not calls:
             opened = "" if self._form.opens_bare and block.lstrip().startswith("{") else self._form.begin
             self._mode = "text"
@@ -309,8 +325,8 @@ _HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 class HarmonyParser:
     """The parts of a reply of gpt-oss: messages with a channel and a recipient each."""
 
-    def __init__(self, *, tools: bool = False, most_calls: int = 128) -> None:
-        self._tools, self._left = tools, most_calls
+    def __init__(self, *, tools: Functions = (), most_calls: int = 128) -> None:
+        self._tools, self._left = bool(tools), most_calls
         self._pending, self._header = "", ""
         self._in_body = False
 
@@ -361,7 +377,7 @@ class HarmonyParser:
 AnyParser = ReplyParser | HarmonyParser
 
 
-def parser_of(form: ChatFormat, *, thinking: bool, tools: bool, most_calls: int = 128) -> AnyParser:
+def parser_of(form: ChatFormat, *, thinking: bool, tools: Functions, most_calls: int = 128) -> AnyParser:
     if form is HARMONY:
         return HarmonyParser(tools=tools, most_calls=most_calls)
     return ReplyParser(form, thinking=thinking, tools=tools, most_calls=most_calls)

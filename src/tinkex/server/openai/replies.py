@@ -318,7 +318,7 @@ class OpenAIWriter:
             at = delta.offset
             for token, _, _ in delta.tokens:
                 offsets.append(at)
-                at += len(self._text(token))
+                at += len(self._reply.bytes_of(token).decode(errors="replace"))
         tops = [{self._text(token): logprob for token, logprob in others} or None for *_, others in shown]
         return {
             "tokens": [self._text(token) for token, _, _ in shown],
@@ -333,7 +333,7 @@ class OpenAIWriter:
 
         def shown(token: int, logprob: float | None) -> Json:
             raw = self._reply.bytes_of(token)
-            return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+            return {"token": _spelled(raw), "logprob": logprob, "bytes": list(raw)}
 
         content = [
             {**shown(token, logprob), "top_logprobs": [shown(*other) for other in others]}
@@ -343,4 +343,12 @@ class OpenAIWriter:
         return {"content": content, "refusal": None}
 
     def _text(self, token: int) -> str:
-        return self._reply.bytes_of(token).decode(errors="replace")
+        return _spelled(self._reply.bytes_of(token), "bytes:")
+
+
+def _spelled(raw: bytes, mark: str = "") -> str:
+    """A token as OpenAI shows it: part of a character as escaped bytes, so that no two tokens look alike."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return mark + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -291,9 +291,7 @@ class ChatRequest(OpenAIRequest):
             raise InvalidInputError("top_logprobs needs logprobs to be true")
         functions, chat, find = self.functions(), self.rendered(tokenizer), special_id(tokenizer)
         most = MOST_CALLS if self.parallel_tool_calls else 1
-        new_parser = partial(
-            parser_of, chat.form, thinking=chat.thinking, tools=bool(functions), most_calls=most
-        )
+        new_parser = partial(parser_of, chat.form, thinking=chat.thinking, tools=functions, most_calls=most)
         kept = frozenset(i for marker in chat.form.markers if (i := find(marker)) is not None)
         if not self.skip_special_tokens:
             kept = frozenset(tokenizer.all_special_ids)
