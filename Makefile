@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.ready
 OFFICIAL := .venv-official
 CLIENT_PIP = $(@D)/bin/pip --disable-pip-version-check --retries 10
 TINKERS := 0.28.1 0.26.0 0.24.1 0.22.7 0.18.2 0.16.1 0.13.1 0.4.1
-PROGRAMS := agents inspect lm-eval trackers verifiers
+PROGRAMS := agents inspect lm-eval trackers verifiers retrain art
 COOKBOOK := 0.5.8
 # `make setup TORCH_INDEX=URL` takes torch from that package index, TORCH_INDEX=none from pip's own.
 TORCH_OPTIONS = $$($(@D)/bin/python .ci/torch_index.py)
@@ -113,10 +113,11 @@ deploy-check: setup .venv-sky/.ready  ## SkyPilot's own parser on its task, and 
 kills: setup  ## kill trainers, samplers, Ray nodes and the server 100 times: losses and weights stay the same
 	$(BIN)/python -m tests.cluster.kills --kills 100 $(ARGS)
 
-# Programs for OpenAI's and Anthropic's APIs; every version is pinned.
+# Programs for the APIs; every version is pinned, so pip need not look for versions that agree. The CPU build
+# of torch 2.13.0 stands for newer and older ones: on PyPI those have gigabytes of CUDA libraries.
 $(PROGRAMS:%=.venv-%/.ready): .venv-%/.ready: tests/compat/programs/%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(CLIENT_PIP) install -q $(TORCH_OPTIONS) -r $<
+	$(CLIENT_PIP) install -q --no-deps $(TORCH_OPTIONS) -r $<
 	touch $@
 
 power-cuts: setup  ## drop unsynced writes at 1,000 random moments: nothing acknowledged may be lost

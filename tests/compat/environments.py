@@ -24,6 +24,9 @@ DIRECTORIES = {
     "lm-eval": ".venv-lm-eval",
     "trackers": ".venv-trackers",
     "verifiers": ".venv-verifiers",
+    # Programs for the Tinker API.
+    "retrain": ".venv-retrain",
+    "art": ".venv-art",
     "cookbook": ".venv-cookbook",
     "cookbook-tinkex": ".venv-cookbook-tinkex",
 }

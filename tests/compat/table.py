@@ -52,6 +52,12 @@ ROWS = [
         ("`lm-eval`", "loglikelihoods as `--model hf` has them, chat", "lm_eval"),
         ("`verifiers` 0.4", "its training client rolls out, a run learns", "verifiers"),
     ]),
+    *((name, how, rf"compat\.test_tinker_programs::test_{test}$") for name, how, test in [
+        ("`retrain`", "GRPO from its command line, the reward rises", "retrain"),
+        ("`continualcode`", "its session learns from denied attempts", "continualcode"),
+        ("`llmcomp`", "fine-tunes, then asks the trained model through `/v1`", "llmcomp"),
+        ("`openpipe-art[tinker]`", "its native backend trains, and goes on after a restart", "openpipe_art"),
+    ]),
     ("PEFT, transformers", "load our adapters, merged models", r"test_checkpoint::test_peft|test_export::"),
 ]  # fmt: skip
 
