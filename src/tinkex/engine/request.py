@@ -22,6 +22,7 @@ from tinkex.types.outputs import TOPK_PADDING, SampledSequence, SampleResponse, 
 from tinkex.types.tensor import TensorData
 
 _DRAWN = 1 << 20  # tokens drawn for one prompt: all other requests wait meanwhile
+_NONE: frozenset[int] = frozenset()
 _ALT_STREAMS = 1 << 32  # random streams of prompt_alt_tokens_k start here, past any sample's index
 
 
@@ -46,7 +47,8 @@ def check_work(work: SampleWork, vocab: int, padded_vocab: int, context: int) ->
     if length == 0:
         raise user_error("the prompt is empty; give at least one token")
     prompt = work.prompt
-    if prompt.view(np.uint32).max() >= padded_vocab:  # a negative id becomes a large one
+    unsigned = prompt.view(np.uint32)  # a negative id becomes a large one
+    if unsigned.item(unsigned.argmax()) >= padded_vocab:  # `max` costs five times this
         at = int(np.argmax((prompt < 0) | (prompt >= padded_vocab)))
         raise user_error(f"prompt token {at} is {prompt[at]}; token ids must be 0..{padded_vocab - 1}")
     if work.num_samples < 1:
@@ -122,11 +124,11 @@ class Stops:
     def __init__(self, work: SampleWork, eos_ids: tuple[int, ...], token_bytes: Sequence[bytes] = ()) -> None:
         given = work.params.stop
         self._sequences, self._table = work.stop_bytes, token_bytes
-        self._given = frozenset(s for s in given or () if isinstance(s, int))
+        self._given = frozenset(s for s in given if isinstance(s, int)) if given else _NONE
         never = not self._sequences and given is not None and len(given) == 0
         self.ids = self._given if never or work.params.ignore_eos else self._given.union(eos_ids)
         self._from = work.params.min_tokens
-        self._keep = max(map(len, self._sequences), default=0)
+        self._keep = max(map(len, self._sequences)) if self._sequences else 0
         self._at_length: StopDetail = "context" if work.params.max_tokens is None else "max_tokens"
 
     def after(self, tail: bytes, token: int, count: int) -> tuple[bool, bytes]:

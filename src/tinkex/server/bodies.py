@@ -134,6 +134,10 @@ def _free_of_frames(work: Callable[[], T]) -> T:
     raise InvalidInputError(message)
 
 
+def _is_small(http: IncomingRequest, body: bytes) -> bool:
+    return len(body) < PARSED_HERE and "content-encoding" not in http.headers  # unpacked, it may be large
+
+
 def result_size(value: Any) -> int:
     """About how many bytes a result takes when encoded."""
     if isinstance(value, ForwardBackwardOutput):
@@ -192,10 +196,11 @@ class BodyCodec:
         length, receive = http.headers.get("content-length", "0"), http.receive
         if not (length.isascii() and length.isdigit()):
             raise Refusal(400, f"content-length must be a number, got {length!r}")
-        if int(length) > limit:
+        size = int(length)
+        if size > limit:
             raise Refusal(413, f"the body has {length} bytes; at most {limit} are accepted")
-        if int(length) >= PARSED_HERE:
-            self._take(http, int(length))
+        if size >= PARSED_HERE:
+            self._take(http, size)
         connection: SingleWriteProtocol | None = http.scope.get(CONNECTION)
         if connection and (whole := connection.whole_body(http.scope)) is not None:
             return whole
@@ -203,7 +208,7 @@ class BodyCodec:
         if message["type"] == "http.request" and not message.get("more_body"):
             return message.get("body", b"")
         # Memory that is not touched costs nothing, and a buffer that grows would be copied: 20 ms for 50 MB.
-        body, size = np.empty(int(length) or limit, np.uint8).data, 0
+        body, size = np.empty(size or limit, np.uint8).data, 0
         while True:
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
@@ -233,8 +238,7 @@ class BodyCodec:
 
     async def parse(self, http: IncomingRequest, body: bytes, work: Callable[[], T]) -> T:
         """What `work` makes of a body: on a thread, unless it is small."""
-        # A small compressed body may be large.
-        if len(body) < PARSED_HERE and "content-encoding" not in http.headers:
+        if _is_small(http, body):
             return work()
         try:
             return await self._off_loop(lambda: _free_of_frames(work))
@@ -243,6 +247,8 @@ class BodyCodec:
 
     async def decode(self, op: Op[Any, Any], http: IncomingRequest, body: bytes, limit: int) -> Any:
         parts = op, http.path_params, http.query, http.headers, body, limit
+        if _is_small(http, body):  # as `parse` does, for less
+            return codec.decode_request(*parts)
         return await self.parse(http, body, partial(codec.decode_request, *parts))
 
     async def encode_result(self, request_id: str, value: Any, accept: str) -> Encoded:

@@ -177,6 +177,8 @@ class Gateway:
 
     async def long_poll(self, op: Op[Any, Any], request: Any, caller: Caller) -> Any:
         """Wait for a result. A server that drains answers "pending", and clients poll its successor."""
+        if op is ops.RETRIEVE_FUTURE and self.service.futures.is_done(request.request_id):
+            return await self.service.call(op, request, caller)
         task = asyncio.current_task()
         assert task is not None
         self._polls.add(task)
@@ -225,13 +227,10 @@ class Endpoint:
         began, http = time.perf_counter(), IncomingRequest(scope, receive)
         request_id = self._gateway.request_id(http)
         try:
-            if tracing.is_on():
-                with tracing.span(
-                    f"server {self._name}", kind="server", parent=tracing.extract(http.headers)
-                ):
-                    response = await self._handle(http, request_id)
-            else:
-                response = await self._handle(http, request_id)
+            try:
+                response = await (self._handler(http) if not tracing.is_on() else self._traced(http))
+            except Exception as error:
+                response = await self._failed(http, error, request_id)
             response.raw_headers.append((b"x-request-id", request_id.encode()))
             self._gateway.metrics.requests[self._name, response.status_code] += 1
             if log.isEnabledFor(logging.DEBUG):
@@ -242,16 +241,23 @@ class Endpoint:
         finally:
             self._gateway.leave(http)
 
-    async def _handle(self, http: IncomingRequest, request_id: str) -> Response:
-        try:
+    async def _traced(self, http: IncomingRequest) -> Response:
+        """Call the handler within a span, to which a refusal is no error."""
+        refused: Exception | None = None
+        with tracing.span(f"server {self._name}", kind="server", parent=tracing.extract(http.headers)):
             try:
                 return await self._handler(http)
-            except Elsewhere as there:
-                if http.scope["method"] != "GET":
-                    raise
-                return await self._gateway.forward(http, b"", there)
-        except Exception as error:
-            return self._failure(error, request_id, http)
+            except Exception as error:
+                refused = error
+        raise refused
+
+    async def _failed(self, http: IncomingRequest, error: Exception, request_id: str) -> Response:
+        try:
+            if isinstance(error, Elsewhere) and http.scope["method"] == "GET":
+                return await self._gateway.forward(http, b"", error)
+        except Exception as another:
+            error = another
+        return self._failure(error, request_id, http)
 
     def _failure(self, error: Exception, request_id: str, http: IncomingRequest) -> Response:
         def respond(status: int, message: str, headers: dict[str, str] | None) -> Response:

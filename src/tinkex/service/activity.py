@@ -32,7 +32,7 @@ class Activity:
         self._clocks = time.time(), time.monotonic()
         self._steady_from = 0.0  # on the monotonic clock
         self._compare_with_ledger()
-        self._usage: defaultdict[tuple[Any, ...], float] = defaultdict(float)
+        self._usage: defaultdict[tuple[Any, ...], defaultdict[UsageKind, float]] = defaultdict(_zeros)
         self._heard: dict[str, float] = {}  # since the last flush: sessions
         self._requested: dict[str, float] = {}  # since the last flush: runs
 
@@ -78,10 +78,10 @@ class Activity:
         """Add to the usage of a run or sampler."""
         is_run = isinstance(row, RunRow)
         project, run_id = (row.project_id, row.run_id) if is_run else (None, run_of_adapter(row.adapter_dir))
-        whose = row.owner, project, row.session_id, run_id, row.base_model
+        usage = self._usage[row.owner, project, row.session_id, run_id, row.base_model]
         for kind, amount in amounts.items():
             if amount:
-                self._usage[kind, whose] += amount
+                usage[kind] += amount
 
     def audit(self, caller: Caller, event: str, **more: Any) -> None:
         self._ledger.add_audit(AuditRow(time.time(), caller.user, event, caller.project, **more))
@@ -98,13 +98,18 @@ class Activity:
         with self._ledger.transaction():
             self._ledger.add_usage(
                 UsageRow(now, owner, kind, amount, project, session, run, model)
-                for (kind, (owner, project, session, run, model)), amount in usage.items()
+                for (owner, project, session, run, model), amounts in usage.items()
+                for kind, amount in amounts.items()
             )
             for session_id, at in heard.items():
                 self._ledger.update_session(session_id, last_seen_at=at)
             for run_id, at in requested.items():
                 self._ledger.update_run(run_id, last_request_at=at)
-        self._usage, self._heard, self._requested = defaultdict(float), {}, {}
+        self._usage, self._heard, self._requested = defaultdict(_zeros), {}, {}
+
+
+def _zeros() -> defaultdict[UsageKind, float]:
+    return defaultdict(float)
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -255,12 +255,17 @@ class Samplers:
         _check(sample.request, engine.info.max_context)  # it may not have been known before
         return engine
 
-    async def _sample_on(self, engine: Engine, sample: _Sample) -> SampleResponse:
-        """Sample; a large request in parts, so that other owners have their turn in between."""
+    def _sample_on(self, engine: Engine, sample: _Sample) -> Awaitable[SampleResponse]:
         work = _work(sample.request, sample.row)
         size = min(PART, self._permits_of(sample.model).most)
         if work.num_samples <= size:
-            return await self._sample_part(engine, sample, work)
+            return self._sample_part(engine, sample, work)
+        return self._sample_in_parts(engine, sample, work, size)
+
+    async def _sample_in_parts(
+        self, engine: Engine, sample: _Sample, work: SampleWork, size: int
+    ) -> SampleResponse:
+        """Sample a large request such that other owners have their turn in between."""
         parts = [self._sample_part(engine, sample, part) for part in _parts(work, size)]
         tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
         try:
@@ -273,8 +278,8 @@ class Samplers:
 
     async def _sample_part(self, engine: Engine, sample: _Sample, work: SampleWork) -> SampleResponse:
         """Wait for permits among other owners' samples, have the adapter published, and sample."""
-        row, count = sample.row, work.num_samples
-        permits, adapters = self._permits_of(sample.model), self._adapters.of(engine)
+        row, count, permits = sample.row, work.num_samples, self._permits_of(sample.model)
+        adapters = None if row.adapter is None else self._adapters.of(engine)
         tokens = count * (len(work.prompt) + (work.params.max_tokens or engine.info.max_context))
         traced = tracing.is_on()
         if traced or not permits.try_acquire(row.owner, count, tokens):
@@ -284,14 +289,16 @@ class Samplers:
                 await permits.acquire(row.owner, count, tokens)
                 sample.future.queue_state = ACTIVE
         try:
-            await adapters.acquire(row)
+            if adapters is not None:
+                await adapters.acquire(row)
             try:
                 sampling = (
                     engine.sampler.sample(work) if sample.pieces is None else _stream(engine, sample, work)
                 )
                 return await (tracing.traced("engine sample", sampling) if traced else sampling)
             finally:
-                adapters.release(row)
+                if adapters is not None:
+                    adapters.release(row)
         finally:
             permits.release(row.owner, count, tokens)
 
@@ -302,8 +309,10 @@ class Samplers:
         for sequence in response.sequences:
             sampled += 0 if sequence.tokens_np is None else sequence.tokens_np.size
         read = max(0, len(request.prompt.to_numpy()) - cached)
-        amounts: dict[UsageKind, float] = {"sampling_prefill_cached": cached, "sampling_prefill": read}
-        self._activity.count(row, {**amounts, "sampling_sample": sampled})
+        amounts: dict[UsageKind, float] = {
+            "sampling_prefill_cached": cached, "sampling_prefill": read, "sampling_sample": sampled,
+        }  # fmt: skip
+        self._activity.count(row, amounts)
 
     # -- unnamed samplers --------------------------------------------------------------------------------
 
@@ -436,7 +445,8 @@ def _check(request: types.SampleRequest, limit: int | None) -> int:
 def _fingerprint(request: types.SampleRequest) -> int:
     """Clones of a sampler may use the same seq ids, and none must get another's result."""
     params, targets = request.sampling_params, request.target_prompt_logprobs
-    stop = params.stop if isinstance(params.stop, str | None) else (tuple(params.stop),)
+    given = params.stop
+    stop = given if given is None or isinstance(given, str) else (tuple(given),)
     scored = None if targets is None else (targets.to_numpy().tobytes(), *targets.dense_shape)
     return hash((
         request.prompt.to_numpy().tobytes(), request.num_samples, request.prompt_logprobs,

@@ -101,7 +101,8 @@ def write_model_input(value: t.ModelInput) -> Json:
 
 def read_model_input(obj: Any, where: str) -> t.ModelInput:
     chunks = _get(obj, "chunks", list, where)
-    check_count(f"{where}.chunks", len(chunks), MAX_CHUNKS)
+    if len(chunks) > MAX_CHUNKS:
+        check_count(f"{where}.chunks", len(chunks), MAX_CHUNKS)
     return t.ModelInput([read_chunk(chunk, f"{where}.chunks[{i}]") for i, chunk in enumerate(chunks)])
 
 
@@ -249,11 +250,9 @@ def read_sample_request(obj: Any) -> t.SampleRequest:
         "prompt": read_model_input(_get(obj, "prompt", dict, "body"), "prompt"),
         "sampling_params": at("sampling_params", read_plain, t.SamplingParams, params, lenient=True),
     }
-    for name, kind in _SAMPLE_FIELDS.items():
-        if (value := obj.get(name)) is not None:
+    for name, value in obj.items():
+        if (kind := _SAMPLE_FIELDS.get(name)) is not None and value is not None:
             fields[name] = value if type(value) is kind else _get(obj, name, kind, "body")
-    if "seq_id" in fields:
-        fields["seq_id"] = _seq_id(obj, 2**63)
     if (target := _get(obj, "target_prompt_logprobs", dict, "body", None)) is not None:
         fields["target_prompt_logprobs"] = read_tensor(target, "target_prompt_logprobs")
     return assemble(t.SampleRequest, fields)

@@ -20,7 +20,7 @@ from tinkex.engine.token_bytes import TokenTable
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import SamplingParams
 
-_BASE = Head(BASE)
+_BASE, _ENDS = Head(BASE), (EOS,)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _FakeRequest:
         grammar: GrammarState | None,
     ) -> None:
         self._work, self._head, self._most = work, head, most
-        self._seed, self._stops = seed_of(work), Stops(work, (EOS,), token_bytes)
+        self._seed, self._stops = seed_of(work), Stops(work, _ENDS, token_bytes)
         self._scores = PromptScores(work, self._seed) if PromptScores.asked(work) else None
         if self._scores and (wanted := len(work.prompt) - self._scores.next):
             rows_NV = head.logprobs(work.prompt[self._scores.next - 1 : -1])
@@ -77,13 +77,13 @@ class _FakeRequest:
 
     def advance(self) -> list[Sample]:
         """Draw a token for each sample that goes on; returns those samples."""
-        drawing = self.going
+        drawing, work = self.going, self._work
         for sample in drawing:
-            last = sample.tokens[-1] if sample.tokens else int(self._work.prompt[-1])
+            last = sample.tokens[-1] if sample.tokens else work.prompt.item(-1)
             key = stream_key(self._seed, sample.index, self._position)
-            grammar = self._grammars[sample.index - self._work.first_sample]
+            grammar = self._grammars[sample.index - work.first_sample]
             changed = self._changed(sample, last, grammar)
-            token, logprob = _draw(self._work, sample, last, self._head, key, changed)
+            token, logprob = _draw(work, sample, last, self._head, key, changed)
             sample.append(token, logprob, self._stops, self._most)
             if grammar is not None:
                 grammar.consume(token)
@@ -118,7 +118,9 @@ class FakeSampler:
         self._requests: set[_FakeRequest] = set()
 
     async def sample(self, work: SampleWork) -> SampleResponse:
-        request, published = self._admit(work, await self._table.of(work), await self._grammars.of(work))
+        table = await self._table.of(work) if work.stop_bytes else ()
+        grammar = await self._grammars.of(work) if work.params.grammar is not None else None
+        request, published = self._admit(work, table, grammar)
         try:
             request.advance()
             while request.going:
@@ -207,7 +209,7 @@ def _draw(
     if work.topk_sample_logprobs:
         ids, values = _ArrayRows(logprobs_V[None]).top(work.topk_sample_logprobs)
         sample.top.append((ids[0], values[0]))
-    return token, float(logprobs_V[token])
+    return token, logprobs_V.item(token)
 
 
 def _cut(p_V: np.ndarray, params: SamplingParams) -> np.ndarray:
