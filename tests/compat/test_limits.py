@@ -29,7 +29,9 @@ def test_every_kind_of_call_is_sent_again_when_the_limit_says(tmp_path: Path) ->
             assert facts[kind]["seconds"] < 30, kind
 
 
-@pytest.mark.parametrize("limit", ["--requests-per-user=8", "--body-memory-per-user=64KiB"])
+@pytest.mark.parametrize(
+    "limit", ["--requests-per-user=8", "--body-memory-per-user=64KiB", "--queue-memory-per-user=64KiB"]
+)
 def test_a_burst_beyond_what_one_user_may_have_ends_well(
     tmp_path: Path, model_directory: Path, limit: str
 ) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.server.conftest import MODEL, OTHER_KEY, PROTO, Running, pass_body
+from tests.server.conftest import KEY, MODEL, OTHER_KEY, PROTO, Running, pass_body
+from tinkex import AdamParams, Datum, ModelInput, ServiceClient
 from tinkex.engine.protocol import EngineConfig
 
 pytestmark = pytest.mark.slow
@@ -52,3 +54,23 @@ def test_a_huge_pass_and_a_huge_sample_do_not_hold_up_another_tenant(start: Call
     for pending in (huge, samples):
         body = {"request_id": pending["request_id"]}
         assert server.ask("POST", "/api/v1/retrieve_future", body).status == 408
+
+
+def test_passes_beyond_the_memory_of_one_user_are_sent_again_until_they_are_done(
+    start: Callable[..., Running],
+):
+    server = start(engine=ENGINE, queue_memory_per_user=200)
+    tokens = [1 + i % 500 for i in range(5)]
+    datum = Datum(
+        ModelInput.from_ints(tokens[:-1]), {"target_tokens": np.array(tokens[1:]), "weights": np.ones(4)}
+    )
+    service = ServiceClient(base_url=server.url, api_key=KEY["x-api-key"])
+    runs = [service.create_lora_training_client(MODEL, rank=4, seed=1) for _ in range(2)]
+    passes: list[Any] = []
+    for _ in range(6):
+        passes += [run.forward_backward([datum] * 2, "cross_entropy") for run in runs]
+        for run in runs:
+            run.optim_step(AdamParams(learning_rate=0.1))
+    losses = [future.result().metrics["loss:sum"] for future in passes]
+    assert losses[::2] == losses[1::2] == sorted(losses[::2], reverse=True)
+    assert server.server.gateway.metrics.requests["forward_backward", 429]

@@ -13,7 +13,7 @@ from tests.service.harness import MODEL, Failed, User, datum, killed_copy, servi
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import Engine, EngineConfig, EngineError, ForwardBackward, OptimStep
 from tinkex.service.refusal import Refusal
-from tinkex.service.runs import accept
+from tinkex.service.runs import request_content
 from tinkex.service.runs.journal import Journal, JournalEntry
 from tinkex.service.service import Service
 from tinkex.types import training
@@ -340,7 +340,7 @@ async def test_a_gap_is_not_given_up_while_what_it_waits_for_is_written_down(
     async with serving(home, gap_patience=0.05) as service:
         user = User(service)
         run = await user.run()
-        monkeypatch.setattr(accept, "LARGE_PASS", 0)
+        monkeypatch.setattr(request_content, "LARGE_PASS", 0)
         monkeypatch.setattr(Journal, "accept", slowly)
         second = await user.forward_backward(run, 2)
         first = asyncio.create_task(user.forward_backward(run, 1))

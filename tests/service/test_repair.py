@@ -1,4 +1,4 @@
-"""A ledger that was lost or damaged: nothing starts with it, no door opens, and a repair rebuilds it."""
+"""A ledger that was lost or damaged: nothing starts with it, it lets nobody in, and a repair rebuilds it."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_rebuilt_is_told(home: tuple[Path, Facts]) -> None:
     assert "as 'repaired''s" in told or "1 runs, 1 checkpoints" in told
 
 
-def test_a_lost_ledger_opens_no_door(tmp_path: Path) -> None:
+def test_a_lost_ledger_lets_nobody_in(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / LEDGER)
     assert Authenticator(ledger, b"s" * 32).is_open
     ledger.add_key(name="a", note="", hash="0" * 64, owner="a", project_id=None, created_at=1.0)

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from tests.service.harness import User, serving
+from tests.service.harness import Failed, User, datum, serving
 from tinkex.engine.protocol import EngineConfig
 from tinkex.errors import InvalidInputError
 from tinkex.service import samplers
 from tinkex.service.refusal import Refusal
+from tinkex.service.runs.journal import Journal, JournalFullError
 from tinkex.types.base import MAX_LARGE, WIRE, RequestModel
 from tinkex.types.data import ModelInput
 from tinkex.types.outputs import MAX_SAMPLE_BYTES
@@ -183,3 +184,50 @@ async def test_large_results_that_nobody_fetches_are_bounded_by_owner(
         await ben.call(ops.SAMPLE, request(3, 4, seq_id=0, **of_ben))
         await ann.result(promises[0])
         await ann.call(ops.SAMPLE, request(3, 4, seq_id=10, **asked))  # what was fetched makes room
+
+
+async def test_passes_that_wait_take_bounded_memory_of_each_user(home: Path):
+    size = datum(1).nbytes
+    async with serving(home, queue_memory_per_user=int(2.5 * size), queue_memory=4 * size) as service:
+        ann, bob, cid = User(service), User(service, "bob"), User(service, "cid")
+        run, other = await ann.run(), await ann.run()
+        waiting = [await ann.forward_backward(run, seq_id) for seq_id in (2, 3)]  # the first is missing
+        for refused in ((run, 4), (other, 1)):
+            with pytest.raises(Refusal, match=r"bytes of passes .* of one user") as told:
+                await ann.forward_backward(*refused)
+            assert told.value.status == 429
+        mine = await bob.run()
+        for seq_id in (2, 3):  # others have room
+            await bob.forward_backward(mine, seq_id)
+        theirs = await cid.run()
+        alone = await cid.forward_backward(theirs, 2)  # the only one of its owner
+        with pytest.raises(Refusal, match="of all users"):
+            await cid.forward_backward(theirs, 3)
+        waiting.append(await ann.forward_backward(run, 1))  # the others wait for it
+        for promise in waiting:
+            await ann.result(promise)
+        await ann.result(await ann.forward_backward(run, 4))
+        await cid.forward_backward(theirs, 1)
+        await cid.result(alone)
+        await bob.forward_backward(mine, 1)
+        await bob.result(f"{mine}#3")
+        assert service.training._queued.users == {}
+
+
+async def test_a_pass_that_fails_or_is_not_journaled_gives_its_room_back(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with serving(home, queue_memory_per_user=1) as service:
+        user = User(service)
+        run = await user.run()
+        with pytest.raises(Failed):
+            await user.result(await user.forward_backward(run, 1, datum(1), loss_fn="importance_sampling"))
+        assert service.training._queued.users == {}
+        monkeypatch.setattr(Journal, "accept", _full)
+        with pytest.raises(Refusal, match="not accepted"):
+            await user.forward_backward(run, 2)
+        assert service.training._queued.users == {}
+
+
+def _full(journal: Journal, entry: Any) -> None:
+    raise JournalFullError("no space is left")

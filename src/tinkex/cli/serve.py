@@ -131,6 +131,11 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     help="The same for one user; a single larger body is refused (413).",
 )  # fmt: skip
 @click.option(
+    "--queue-memory", default="4GiB", metavar="SIZE",
+    help="Passes that wait to be executed; one more is told to wait (429).",
+)  # fmt: skip
+@click.option("--queue-memory-per-user", default="1GiB", metavar="SIZE", help="The same for one user.")
+@click.option(
     "--cors-origin", "cors_origins", multiple=True, metavar="URL",
     help="A web page's origin that may call the APIs from a browser; several times.  [default: none]",
 )  # fmt: skip
@@ -160,9 +165,9 @@ def serve(
     lease: float, peer_url: str, device: str, dtype: str,
     quantize: str, deterministic: bool, public_url: str, max_context: int | None, disk_quota: str,
     durability: str, disk_per_user: str, runs_per_user: int, max_connections: int, requests_per_user: int,
-    body_memory: str, body_memory_per_user: str, cors_origins: tuple[str, ...], keep_rollouts: float,
-    rollout_bytes: str, mirrors: tuple[str, ...], preload: bool, warm_up: bool,
-    drain: float, log_level: str, engine: str,
+    body_memory: str, body_memory_per_user: str, queue_memory: str, queue_memory_per_user: str,
+    cors_origins: tuple[str, ...], keep_rollouts: float, rollout_bytes: str, mirrors: tuple[str, ...],
+    preload: bool, warm_up: bool, drain: float, log_level: str, engine: str,
 ) -> None:  # fmt: skip
     """Serve base models to any Tinker client.
 
@@ -212,6 +217,8 @@ def serve(
         disk_quota=quota,
         disk_per_user=read_size(disk_per_user) if disk_per_user else (quota or _disk(place)) // 2,
         runs_per_user=runs_per_user,
+        queue_memory=read_size(queue_memory),
+        queue_memory_per_user=read_size(queue_memory_per_user),
         keep_rollouts=keep_rollouts,
         rollout_bytes=read_size(rollout_bytes),
         mirrors=_installed(mirrors),

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.uvicorn_protocol import CONNECTION, SingleWriteProtocol
-from tinkex.service.refusal import Refusal
+from tinkex.service.refusal import InUse, Refusal
 from tinkex.types.checkpoints import UploadWeightsRequest
 from tinkex.types.outputs import ForwardBackwardOutput, SampleResponse
 from tinkex.types.reports import TelemetrySendRequest
@@ -49,7 +49,6 @@ MAX_UNDECODED_PER_USER = 512 * 1024 * 1024
 KEPT_BYTES = 64 * 1024 * 1024  # of large encoded results, cached for clients that fetch them again
 _THREADS = 2  # most of this work holds the GIL: more threads would only delay the event loop
 
-_LATER = "are accepted at a time; try again in a moment"
 _LARGE_REQUESTS = (ForwardBackwardRequest, SampleRequest, CreateCustomLossRequest)
 
 T = TypeVar("T")
@@ -58,30 +57,6 @@ Encoded = tuple[str, bytes]  # content type, body
 
 class ClientDisconnected(Exception):
     """The client closed its connection before the response."""
-
-
-class InUse:
-    """How much of something is in use, by each user and by all; what goes beyond a limit is refused (429)."""
-
-    def __init__(self, what: str, per_user: int, in_all: int) -> None:
-        self._what, self._per_user, self._in_all = what, per_user, in_all
-        self.users: dict[str, int] = {}
-        self._total = 0
-
-    def take(self, user: str, amount: int) -> None:
-        used = self.users.get(user, 0) + amount
-        if used > self._per_user:
-            raise Refusal(429, f"{used} {self._what}: at most {self._per_user} of one user {_LATER}")
-        if self._total + amount > self._in_all:
-            raise Refusal(429, f"too many {self._what}: at most {self._in_all} of all users {_LATER}")
-        self.users[user] = used
-        self._total += amount
-
-    def give_back(self, user: str, amount: int) -> None:
-        left = self.users.pop(user) - amount
-        if left:
-            self.users[user] = left
-        self._total -= amount
 
 
 class IncomingRequest:

@@ -36,12 +36,12 @@ from tinkex.config import is_loopback_host
 from tinkex.engine.protocol import EngineError
 from tinkex.errors import InvalidInputError
 from tinkex.server.api_keys import Authenticator, Identity, credential
-from tinkex.server.bodies import BIG, BodyCodec, ClientDisconnected, IncomingRequest, InUse
+from tinkex.server.bodies import BIG, BodyCodec, ClientDisconnected, IncomingRequest
 from tinkex.server.forward import Forwarder
 from tinkex.server.metrics import Metrics
 from tinkex.server.uvicorn_protocol import CONNECTION, SingleWriteProtocol
 from tinkex.service.peers import Elsewhere
-from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.refusal import Caller, InUse, Refusal
 from tinkex.service.service import Service
 from tinkex.types.checkpoints import CheckpointArchiveUrlResponse
 from tinkex.types.config import EmptyRequest

@@ -38,7 +38,6 @@ from tinkex.server.bodies import (
     MAX_UNDECODED_PER_USER,
     BodyCodec,
     IncomingRequest,
-    InUse,
 )
 from tinkex.server.console.console_routes import server_console
 from tinkex.server.downloads import download_routes
@@ -54,7 +53,7 @@ from tinkex.server.stream_sample import stream_sample_endpoint
 from tinkex.server.uvicorn_protocol import SingleWriteProtocol
 from tinkex.service.config import ServiceConfig
 from tinkex.service.peers import Peers
-from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.refusal import Caller, InUse, Refusal
 from tinkex.service.service import ServerHooks, Service
 from tinkex.store import is_remote
 from tinkex.wire import ops

@@ -53,6 +53,8 @@ class ServiceConfig:
     disk_quota: int | None = None  # bytes of all that is kept in the home; None: what the disk has
     disk_per_user: int | None = None  # bytes of the sessions of one user; None: no limit of its own
     runs_per_user: int = 256  # live at a time, of one user
+    queue_memory: int | None = None  # bytes of passes that wait to be executed; None: no limit
+    queue_memory_per_user: int | None = None  # the same, of one user
     custom_losses: bool = True
 
     # what the console shows beside metrics

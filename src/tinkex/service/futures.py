@@ -52,12 +52,15 @@ class Future:
     delivered: float | None = None  # when it was fetched for the first time
     queue_state: QueueState = ACTIVE
     size: int = 0  # bytes of a large outcome, as far as they can be foreseen
+    release: Callable[[], None] | None = None  # frees what its request uses; called once, when it is done
     _waiters: list[asyncio.Future[None]] | None = None  # most are done before anybody polls
 
     def resolve(self, outcome: Any) -> None:
         """Set the outcome. The first one holds."""
         if not self.done:
             self.outcome, self.done, self.finished = outcome, True, time.monotonic()
+            if self.release is not None:
+                self.release()
             if self._waiters:
                 _wake_all(self._waiters)
 

@@ -49,7 +49,7 @@ class Ledger:
     ...     ledger.add_audit(event)
     """
 
-    KEYED = "has-keys"  # a file beside the ledger: API keys were made, so that a lost ledger opens no door
+    KEYED = "has-keys"  # a file beside the ledger: API keys were made, so that a lost ledger lets nobody in
 
     def __init__(self, path: Path, wrote: Callable[[Path], None] | None = None, *, new: bool = False) -> None:
         """Open or create, and bring to this version. LedgerError if it cannot be trusted.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LOCAL_USER = "local"  # whose the runs of embedded mode are
+_LATER = "are accepted at a time; try again in a moment"
 
 
 class Refusal(Exception):
@@ -34,6 +35,31 @@ class Caller(NamedTuple):
     def must_own(self, owner: str, what: str) -> None:
         if not self.owns(owner):
             raise not_found(what)
+
+
+class InUse:
+    """How much of something is in use, by each user and by all; what goes beyond a limit is refused (429)."""
+
+    def __init__(self, what: str, per_user: float, in_all: float) -> None:
+        self._what, self._per_user, self._in_all = what, per_user, in_all
+        self.users: dict[str, int] = {}
+        self._total = 0
+
+    def take(self, user: str, amount: int, times: float = 1) -> None:
+        """Use so much more; `times` stretches both limits."""
+        used = self.users.get(user, 0) + amount
+        if used > times * self._per_user:
+            raise Refusal(429, f"{used} {self._what}: at most {self._per_user} of one user {_LATER}")
+        if self._total + amount > times * self._in_all:
+            raise Refusal(429, f"too many {self._what}: at most {self._in_all} of all users {_LATER}")
+        self.users[user] = used
+        self._total += amount
+
+    def give_back(self, user: str, amount: int) -> None:
+        left = self.users.pop(user) - amount
+        if left:
+            self.users[user] = left
+        self._total -= amount
 
 
 def not_found(what: str) -> Refusal:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from tinkex.service.access import Access
 from tinkex.service.activity import Activity
@@ -25,24 +26,22 @@ from tinkex.service.futures import Futures, failure
 from tinkex.service.group_commit import GroupCommit
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
-from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.refusal import Caller, InUse, Refusal
 from tinkex.service.rows import CheckpointRow, RunRow
-from tinkex.service.runs.execution import LARGE_PASS, MANY_DATUMS, REFUSED, Unreadable, tokens_of
+from tinkex.service.runs.execution import REFUSED, Unreadable
 from tinkex.service.runs.journal import JournalEntry, JournalFullError
 from tinkex.service.runs.lifecycle import Run, RunState
 from tinkex.service.runs.manager import RunManager
+from tinkex.service.runs.request_content import digest_of, is_small, off_loop, size_of
 from tinkex.service.scheduler import Verdict
 from tinkex.service.served_models import ServedModels
 from tinkex.types import training
 from tinkex.types.checkpoints import LoadWeightsRequest
-from tinkex.types.data import EncodedTextChunk, ForwardBackwardInput
+from tinkex.types.data import ForwardBackwardInput
 from tinkex.types.futures import UntypedAPIFuture
 from tinkex.types.losses import LOSSES, unknown_loss
 from tinkex.types.params import AdamParams, LoraConfig
 from tinkex.types.training import ForwardBackwardRequest
-
-MANY_CHUNKS = 1024  # from which a pass is digested and journaled on a thread
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -58,6 +57,10 @@ class TrainingRequests:
     models: ServedModels
     futures: Futures
     runs: RunManager
+
+    def __post_init__(self) -> None:
+        limits = (self.config.queue_memory_per_user or math.inf), (self.config.queue_memory or math.inf)
+        self._queued = InUse("bytes of passes that wait to be executed", *limits)
 
     # -- operations --------------------------------------------------------------------------------------
 
@@ -133,6 +136,9 @@ class TrainingRequests:
     # -- accepting ---------------------------------------------------------------------------------------
 
     def _run(self, run_id: str, caller: Caller) -> RunRow:
+        run = self.runs.get(run_id)
+        if run is not None and caller.owns(run.row.owner):  # to read the ledger takes a fifth of accepting
+            return run.row
         return self.access.run(run_id, caller, to_use=True)
 
     async def _create(
@@ -182,7 +188,7 @@ class TrainingRequests:
 
     async def _queue(self, row: RunRow, seq_id: int | None, request: Any) -> UntypedAPIFuture:
         self.activity.heard_of(row.session_id, row.run_id)
-        digest = await _digest(request)
+        digest = await digest_of(request)
         while True:
             run = await self.runs.find(row)
             async with run.accepting:
@@ -205,8 +211,39 @@ class TrainingRequests:
                     return await self._accept(run, seq_id, request, digest)
 
     async def _accept(self, run: Run, seq_id: int, request: Any, digest: bytes) -> UntypedAPIFuture:
-        if isinstance(request, ForwardBackwardRequest) and self.home.limited:  # others are small
-            size = await _maybe_off_loop(request, _size)
+        owner, size = run.row.owner, 0
+        if isinstance(request, ForwardBackwardRequest):  # others are small
+            size = await off_loop(request, size_of)
+        if size:
+            self._take_room(run, seq_id, size)
+        release = partial(self._queued.give_back, owner, size) if size else None
+        try:
+            entry = await self._journal(run, seq_id, request, digest, size)
+        except BaseException:
+            if release is not None:
+                release()
+            raise
+        future = self.futures.create(owner, request_id=entry.request_id)
+        future.mark, future.release = self.disk.mark(), release
+        self.runs.schedule(run, entry, future)
+        return UntypedAPIFuture(entry.request_id, run.id)
+
+    def _take_room(self, run: Run, seq_id: int, size: int) -> None:
+        """Count a pass that will wait in memory; Refusal 429 if its owner has no room for it now.
+
+        An owner's only pass is always accepted. One that later requests of its run wait for has twice the
+        room: if it was refused for long, its place would be given up.
+        """
+        owner = run.row.owner
+        try:
+            self._queued.take(owner, size, 1 if owner in self._queued.users else math.inf)
+        except Refusal:
+            if seq_id > max(run.queue.waiting, default=-1):
+                raise
+            self._queued.take(owner, size, 2)
+
+    async def _journal(self, run: Run, seq_id: int, request: Any, digest: bytes, size: int) -> JournalEntry:
+        if size and self.home.limited:
             if why := await self.home.over_quota(size, run.row.owner):
                 request = _failing(request, why)
             else:
@@ -215,16 +252,13 @@ class TrainingRequests:
         entry = JournalEntry(seq_id, f"{run.id}#{seq_id}", op, request, time.time(), digest)
         self.home.check_disk()
         try:
-            if _is_small(request):
+            if is_small(request):
                 run.journal.accept(entry)
             else:
                 await asyncio.to_thread(run.journal.accept, entry)
         except JournalFullError as error:
             raise Refusal(503, f"{error}; this request was not accepted") from error
-        future = self.futures.create(run.row.owner, request_id=entry.request_id)
-        future.mark = self.disk.mark()
-        self.runs.schedule(run, entry, future)
-        return UntypedAPIFuture(entry.request_id, run.id)
+        return entry
 
 
 def _failing(request: ForwardBackwardRequest, why: str) -> Unreadable:
@@ -234,45 +268,3 @@ def _failing(request: ForwardBackwardRequest, why: str) -> Unreadable:
 def _check_optimizer(kind: str) -> None:
     if kind != "adamw":
         raise Refusal(422, f"this server has no optimizer {kind!r}; it has adamw")
-
-
-def _is_small(request: Any) -> bool:
-    if not isinstance(request, ForwardBackwardRequest):
-        return True
-    data = request.forward_backward_input.data
-    few = len(data) < MANY_DATUMS and sum(len(d.model_input.chunks) for d in data) < MANY_CHUNKS
-    return few and tokens_of(request) < LARGE_PASS
-
-
-async def _maybe_off_loop(request: ForwardBackwardRequest, function: Callable[[Any], T]) -> T:
-    """Call what looks at every datum of a pass: on a thread, unless they are few."""
-    return function(request) if _is_small(request) else await asyncio.to_thread(function, request)
-
-
-def _size(request: ForwardBackwardRequest) -> int:
-    return sum(datum.nbytes for datum in request.forward_backward_input.data)
-
-
-async def _digest(request: Any) -> bytes:
-    """A fingerprint of a request's content, except for what a client may change when it repeats one."""
-    if isinstance(request, ForwardBackwardRequest):
-        return await _maybe_off_loop(request, _digest_pass)
-    content = request
-    if not isinstance(request, Unreadable):
-        content = sorted(request.model_dump(exclude={"sampling_session_seq_id", "name", "tags"}).items())
-    return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
-
-
-def _digest_pass(request: ForwardBackwardRequest) -> bytes:
-    work, digest = request.forward_backward_input, hashlib.blake2b(digest_size=16)
-    config = sorted((work.loss_fn_config or {}).items())
-    digest.update(repr((work.loss_fn, config, len(work.data), request.forward_only)).encode())
-    for datum in work.data:
-        for chunk in datum.model_input.chunks:
-            text = isinstance(chunk, EncodedTextChunk)
-            digest.update(chunk.tokens_np.data if text else repr(chunk.model_dump()).encode())
-        for key, tensor in sorted(datum.loss_fn_inputs.items()):
-            digest.update(repr((key, tensor.dtype, tensor.shape)).encode())
-            for array in (tensor.values_np, tensor.sparse_crow_np, tensor.sparse_col_np):
-                digest.update(b"" if array is None else array.data)
-    return digest.digest()
