@@ -2,8 +2,10 @@
 
     python bench/trl_sides.py '{"side": "trl", "recipe": "sft", "model": …, "adapter": …, …}'
 
-prints a JSON object: the loss of each step, seconds, tokens, peak memory. What both sides share is in
-`Job`; the learning rate falls linearly, gradients are clipped at 1, and a batch is the next rows of the data.
+prints a JSON object: of each step the loss, and from the second step on seconds, CPU seconds and tokens; how
+far the peak of resident memory lies above that of this process with its libraries imported and a tokenizer
+loaded. What both sides share is in `Job`; the learning rate falls linearly, gradients are clipped at 1, and a
+batch is the next rows of the data.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +43,51 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """How it went; `tokens` are those of the training passes."""
+    """How it went. `seconds`, `cpu` and `tokens` are of the steps after the first; tokens without padding."""
 
     losses: list[float]
     seconds: float
+    cpu: float  # of this process and its children, all threads
     tokens: int
-    peak_mb: float
+    peak_mb: float  # above what the process had when its libraries were imported
+    steady_mb: float  # the same, of the steps after the first alone
+
+
+class Clock:
+    """Notes the time at the end of each step, and what memory there was before anything was loaded."""
+
+    def __init__(self) -> None:
+        self._ends: list[tuple[float, float, int]] = []
+        self._imported, self._early = memory("VmRSS"), 0.0
+
+    def step(self, tokens: int) -> None:
+        """A step has ended, in which so many tokens were computed."""
+        self._ends.append((time.perf_counter(), cpu_seconds(), tokens))
+        if len(self._ends) == 1:
+            self._early = memory("VmHWM")
+            Path("/proc/self/clear_refs").write_text("5")  # the kernel counts the peak anew from here
+
+    def measured(self, losses: list[float]) -> Measured:
+        (began, cpu, _), (ended, spent, _) = self._ends[0], self._ends[-1]
+        steady = memory("VmHWM")
+        peak, steady = max(self._early, steady) - self._imported, steady - self._imported
+        tokens = sum(count for _, _, count in self._ends[1:])
+        return Measured(losses, round(ended - began, 3), round(spent - cpu, 3), tokens, peak, steady)
+
+
+def cpu_seconds() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def memory(field: str) -> float:
+    """MiB, by the kernel: VmRSS is now, VmHWM the peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
 def run(job: Job) -> Measured:
-    work = {"trl": trl_side, "ours": our_side}[job.side]
-    losses, seconds, tokens = work(job)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return Measured(losses, round(seconds, 3), tokens, round(peak, 1))
+    return {"trl": trl_side, "ours": our_side}[job.side](job)
 
 
 def rows_of(job: Job) -> list[dict[str, Any]]:
@@ -62,16 +98,18 @@ def rows_of(job: Job) -> list[dict[str, Any]]:
 # -- TRL ---------------------------------------------------------------------------------------------------
 
 
-def trl_side(job: Job) -> tuple[list[float], float, int]:
+def trl_side(job: Job) -> Measured:
     import peft
     import torch
     import transformers
     import trl
     from datasets import Dataset
 
+    _ = trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer  # imported when they are named
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job.model)
+    clock = Clock()
     model = transformers.AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     tuned = peft.PeftModel.from_pretrained(model, job.adapter, is_trainable=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(job.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     common: dict[str, Any] = {
         "per_device_train_batch_size": job.batch, "max_steps": job.steps, "learning_rate": job.learning_rate,
@@ -100,13 +138,20 @@ def trl_side(job: Job) -> tuple[list[float], float, int]:
             trainer = trl.GRPOTrainer(
                 tuned, reward, args=settings, train_dataset=data, processing_class=tokenizer
             )
-        began = time.perf_counter()
+
+        class Ends(transformers.TrainerCallback):
+            before = 0
+
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+                if "loss" in (logs or {}):
+                    tokens = int(logs.get("num_tokens", 0))
+                    clock.step(tokens - self.before)
+                    self.before = tokens
+
+        trainer.add_callback(Ends())
         trainer.train()
-        seconds = time.perf_counter() - began
         history = trainer.state.log_history
-    losses = [row["loss"] for row in history if "loss" in row]
-    tokens = [row["num_tokens"] for row in history if "num_tokens" in row]
-    return losses, seconds, int(tokens[-1]) if tokens else 0
+    return clock.measured([row["loss"] for row in history if "loss" in row])
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:
@@ -122,11 +167,24 @@ def score(text: str, row: Any) -> float:
 # -- ours --------------------------------------------------------------------------------------------------
 
 
-def our_side(job: Job) -> tuple[list[float], float, int]:
+def our_side(job: Job) -> Measured:
+    import torch
+    import transformers
+
     import tinkex
     from tinkex.recipes.dpo import DpoConfig, train_dpo
     from tinkex.recipes.grpo import GrpoConfig, train_grpo
+    from tinkex.recipes.progress import Progress
     from tinkex.recipes.sft import SftConfig, train_sft
+
+    _ = torch.nn, import_module("tinkex.engine.torch.engine")
+    transformers.AutoTokenizer.from_pretrained(job.model)  # as on the other side: it imports much
+    clock = Clock()
+
+    class Ends(Progress):
+        def row(self, row: Mapping[str, float]) -> None:
+            if "loss" in row:
+                clock.step(int(row["tokens"]))
 
     with tempfile.TemporaryDirectory() as place, tinkex.ServiceClient(base_url="local") as service:
         data = Path(place, "data.jsonl")
@@ -142,23 +200,16 @@ def our_side(job: Job) -> tuple[list[float], float, int]:
             "def score(text, row):\n    return text.count('e') / max(1, len(text))\n"
         )
 
-        def train(**changed: Any) -> None:
-            settings = {**common, **changed}
-            if job.recipe == "sft":
-                train_sft(SftConfig(**settings, shuffle=False, eval_share=0.0), service)
-            elif job.recipe == "dpo":
-                train_dpo(DpoConfig(**settings, shuffle=False, eval_share=0.0), service)
-            else:
-                more = {"group_size": job.group, "max_tokens": job.max_tokens, "reward": "trl_reward:score"}
-                train_grpo(GrpoConfig(**settings, **more), service)
-
-        train(steps=1, out=f"{place}/warm")  # TRL's clock starts after its model is loaded, too
-        began = time.perf_counter()
-        train()
-        seconds = time.perf_counter() - began
+        shown = Ends(quiet=True)
+        if job.recipe == "sft":
+            train_sft(SftConfig(**common, shuffle=False, eval_share=0.0), service, shown)
+        elif job.recipe == "dpo":
+            train_dpo(DpoConfig(**common, shuffle=False, eval_share=0.0), service, shown)
+        else:
+            more = {"group_size": job.group, "max_tokens": job.max_tokens, "reward": "trl_reward:score"}
+            train_grpo(GrpoConfig(**common, **more), service, shown)
         rows = [json.loads(line) for line in Path(place, "run", "metrics.jsonl").read_text().splitlines()]
-    trained = [row for row in rows if "loss" in row]
-    return [row["loss"] for row in trained], seconds, int(sum(row.get("tokens", 0) for row in trained))
+    return clock.measured([row["loss"] for row in rows if "loss" in row])
 
 
 if __name__ == "__main__":

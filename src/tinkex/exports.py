@@ -29,7 +29,7 @@ class ExportOptions:
 
     format: str = "peft"
     dtype: str | None = None  # of merged, gguf and mlx; None: the base model's
-    quantize: str | None = None  # of gguf: q8_0, q6_k, q5_k_m, q4_k_m …
+    quantize: str | None = None  # of gguf: q8_0, q6_k, q5_k_m, q4_k_m …; of mlx: q4, q8
     ollama: bool = False  # of gguf: a directory with a Modelfile
     overwrite: bool = False
 
@@ -40,10 +40,9 @@ class ExportOptions:
             raise InvalidInputError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
         if self.dtype is not None and self.format == "peft":
             raise InvalidInputError("dtype goes with the formats merged, gguf and mlx: adapters are float32")
-        if self.quantize is not None and self.format != "gguf":
-            more = "; `mlx_lm.convert -q` quantises what mlx writes" if self.format == "mlx" else ""
-            raise InvalidInputError(f"quantize goes with the format gguf, not with {self.format}{more}")
-        if self.quantize is not None and self.dtype is not None:
+        if self.quantize is not None and self.format not in ("gguf", "mlx"):
+            raise InvalidInputError(f"quantize goes with the formats gguf and mlx, not with {self.format}")
+        if self.quantize is not None and self.dtype is not None and self.format == "gguf":
             raise InvalidInputError("give dtype or quantize, not both")
         if self.ollama and self.format != "gguf":
             raise InvalidInputError("ollama reads GGUF: give format='gguf' with it")

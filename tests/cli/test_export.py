@@ -115,9 +115,9 @@ def test_mlx_reads_what_is_written_for_it(path: str, tmp_path: Path) -> None:
     for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
         assert theirs[name].dtype == mx.bfloat16
         assert torch.equal(torch.tensor(theirs[name].astype(mx.float32).tolist()), tensor.bfloat16().float())
-    assert "mlx_lm.convert" in fails(
-        "export", path, str(tmp_path / "x"), "--format", "mlx", "--quantize", "q4"
-    )
+    run("export", path, str(tmp_path / "q8"), "--format", "mlx", "--quantize", "q8")
+    assert mx.load(str(tmp_path / "q8" / "model.safetensors"))["model.embed_tokens.weight"].dtype == mx.uint32
+    assert "q4, q8" in fails("export", path, str(tmp_path / "x"), "--format", "mlx", "--quantize", "q4_k_m")
 
 
 def test_an_export_is_pushed_with_a_model_card(path: str, base: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.commands import do
+from tests.engine.llama_cpp import merging_tokenizer
 from tests.engine.oracle import randomise
 from tests.engine.tiny import reference_model, tiny_model
 from tinkex.engine.protocol import CreateAdapter, EngineError, SaveAdapter
@@ -154,24 +155,37 @@ PEAK = """
 import resource, sys
 from pathlib import Path
 import torch
-from tinkex.engine.torch.merge import merge_adapter
+from tinkex.engine.torch.export_formats import write_export
+from tinkex.engine.torch import gguf_export
+import gguf
 torch.set_num_threads(1)
+adapter, base, out, format, quantize = sys.argv[1:]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-merge_adapter(*map(Path, sys.argv[1:]))
+write_export(Path(adapter), Path(base), Path(out), format=format, quantize=quantize or None)
 print(before * 1024, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
-def test_peak_memory_is_two_tensors(tmp_path: Path) -> None:
-    """A model of 500 MB whose largest tensor has 32 MB: far less than the model is in memory."""
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model of 500 MB whose largest tensor has 32 MB, and an adapter of it."""
+    place = tmp_path_factory.mktemp("large")
     path = tiny_model(
-        tmp_path, "smollm2", hidden_size=512, intermediate_size=8192, num_hidden_layers=9, vocab_size=16384,
+        place, "smollm2", hidden_size=512, intermediate_size=8192, num_hidden_layers=9, vocab_size=16384,
         num_attention_heads=8, num_key_value_heads=8,
     )  # fmt: skip
-    adapter = adapter_for(path, tmp_path / "adapter")
+    return merging_tokenizer(path), adapter_for(path, place / "adapter")
+
+
+@pytest.mark.parametrize(("format", "quantize"), [("merged", ""), ("gguf", "q4_k_m"), ("mlx", "q4")])
+def test_peak_memory_is_two_tensors(
+    large: tuple[Path, Path], tmp_path: Path, format: str, quantize: str
+) -> None:
+    """Far less than the model is in memory, its fingerprint included."""
+    path, adapter = large
     sizes = [stored.nbytes for file in path.glob("*.safetensors") for stored in stored_tensors(file).values()]
     assert sum(sizes) > 400e6
-    arguments = [str(path), str(adapter), str(tmp_path / "merged")]
+    arguments = [str(adapter), str(path), str(tmp_path / "out"), format, quantize]
     done = subprocess.run(
         [sys.executable, "-c", PEAK, *arguments], capture_output=True, text=True, check=True
     )

@@ -51,7 +51,23 @@ FITTING: dict[str, dict[str, Any]] = {
     "phi4": {},
     "smollm3": {"no_rope_layer_interval": 4},
     "olmoe": {"num_key_value_heads": 4},
-}
+    # Two experts of two: in halves, a router that must choose may choose others.
+    "qwen3_next": {
+        "linear_value_head_dim": 16, "mlp_only_layers": [], "num_experts": 2, "num_experts_per_tok": 2,
+    },
+    "deepseek_v3": {},
+    "kimi_k25": {},
+    "glm4_moe_lite": {},
+    "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
+    "gemma4": {},
+    "gemma4 E": {},
+    "gemma4 with experts": {},
+    "granite4": {"mamba_n_groups": 1, "num_local_experts": 2},
+    "granite4 dense": {"mamba_proj_bias": False, "position_embedding_type": "nope"},
+    "nemotron3": {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"]},
+    "olmo3": {},
+    "ministral3": {"sliding_window": None},
+}  # fmt: skip
 
 
 def adapter_for(path: Path, out: Path, rank: int = 4) -> Path:
@@ -188,7 +204,10 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
         return caught.value.message
 
     assert "sliding window" in told("mistral")
-    assert "deepseek_v3" in told("deepseek_v3")
+    assert "indexer" in told("glm_moe_dsa")
+    assert "for 8192, and this model has 12" in told("llama4")
+    assert "in every layer that has an MLP" in told("nemotron3")
+    assert "each group of a Mamba layer" in told("granite4")
     assert "each fourth" in told("smollm3")
     path = tiny_model(tmp_path / "bare", "qwen2")
     with pytest.raises(EngineError, match=r"tokenizer\.json"):

@@ -12,7 +12,7 @@ from tinkex.cli.target import rest
 
 
 @click.command()
-@click.argument("checkpoint_path")
+@click.argument("checkpoint_path", metavar="CHECKPOINT|RUN")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--format", "kind", default="peft", show_default=True,
@@ -22,7 +22,7 @@ from tinkex.cli.target import rest
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="[default: the base model's]"
 )
-@click.option("--quantize", metavar="TYPE", help="Of gguf: q8_0, q6_k, q5_k_m, q4_k_m …")
+@click.option("--quantize", metavar="TYPE", help="Of gguf: q8_0, q6_k, q5_k_m, q4_k_m …; of mlx: q4, q8.")
 @click.option("--ollama", is_flag=True, help="Of gguf: OUT is a directory with a Modelfile too.")
 @click.option("--push", metavar="hf://OWNER/NAME", help="Upload it to the Hugging Face Hub afterwards.")
 @click.option("--public", is_flag=True, help="With --push: a public repository.  [default: private]")
@@ -34,7 +34,10 @@ def export(
 ) -> None:  # fmt: skip
     """Write a checkpoint to OUT for other programs.
 
+    The checkpoint is given by its tinker:// path, or by the directory of the training run that made it.
+
     \b
+    tinkex export runs/chats model.gguf --format gguf       what `train` made
     tinkex export tinker://RUN/weights/final adapter        for PEFT
     tinkex export tinker://RUN/weights/final merged --format merged
     tinkex export tinker://RUN/weights/final model.gguf --format gguf \\
@@ -46,9 +49,11 @@ def export(
     from tinkex.cli.model_card import model_card, repository, upload
     from tinkex.cli.transfer import fetch_checkpoint, hub
     from tinkex.exports import ExportOptions, export_adapter
+    from tinkex.recipes.run_directory import trained
     from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
     options = ExportOptions(kind, dtype, quantize, ollama, force)
+    checkpoint_path = trained(checkpoint_path)
     saved = ParsedCheckpointTinkerPath.from_tinker_path(checkpoint_path)
     if out.exists() and not force:
         raise click.ClickException(f"{out} exists; --force overwrites it")

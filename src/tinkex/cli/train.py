@@ -135,13 +135,13 @@ def _train(recipe: Recipe, config: Any) -> None:
 
 def _next(outcome: Outcome) -> None:
     """What to do with the adapter."""
-    run = shlex.quote(outcome.directory)
+    run, base = shlex.quote(outcome.directory), shlex.quote(outcome.base_model)
     lines = {
         "adapter": outcome.adapter,
         "chat": f"tinkex chat {run}",
-        "compare": f"tinkex eval {shlex.quote(outcome.base_model)} {run} --data FILE",
-        "export": f"tinkex export {outcome.adapter} OUT --format gguf   (or peft, merged, mlx)",
-        "serve": "tinkex serve, and the adapter by its path",
+        "compare": f"tinkex eval {base} {run} --data FILE",
+        "export": f"tinkex export {run} OUT --format gguf   (or peft, merged, mlx)",
+        "serve": f"tinkex serve --model {base}; the adapter's path is the model's name at its /v1",
         "go on": f"tinkex train sft MORE --from {run}",
         "files": f"metrics.jsonl, samples.jsonl, curves.png in {run}",
     }

@@ -14,29 +14,22 @@ from typing import Any
 import numpy as np
 
 import tinkex
-from tinkex.data import Batches, chat_datum, completion_datum, held_out
+from tinkex.data import Batches, chat_datum, completion_datum
 from tinkex.recipes.conversations import Pair, load, pair
 from tinkex.recipes.interrupts import ctrl_c
 from tinkex.recipes.progress import Progress
 from tinkex.recipes.run_directory import Interrupted, Outcome
-from tinkex.recipes.settings import TrainConfig, option
+from tinkex.recipes.settings import ExamplesConfig, option
 from tinkex.rl import whole_sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpoConfig(TrainConfig):
-    """Settings of direct preference optimisation."""
+class DpoConfig(ExamplesConfig):
+    """Settings of direct preference optimisation; an example is a pair of answers."""
 
-    data: str = option("", "Pairs: a file, or a hub dataset org/name[:split].", argument=True)
     beta: float = option(0.1, "How strongly the policy is held to the reference.")
     batch_size: int = option(8, "Pairs of a step.")
     epochs: float = option(1.0, "Passes over the data, unless --steps is given.")
-    max_length: int = option(2048, "Tokens of a prompt with an answer; longer ones are cut.")
-    shuffle: bool = option(True, "A new order in every epoch.")
-    eval_share: float = option(0.1, "The share of the pairs that is held out, at most 50.")
-    eval_every: int = option(20, "Steps between two evaluations.")
-    skip_bad: bool = option(False, "Leave out rows that cannot be used, and count them.")
-    show_batch: bool = option(False, "Show the first batch, with what is learnt, and do not train.")
 
 
 def train_dpo(
@@ -57,7 +50,7 @@ def train_dpo(
         run = directory.resume(service) or config.create_run(service, directory.name)
         tokenizer = run.get_tokenizer()
         made = read.map(lambda each: pair_data(tokenizer, each, config), skip_bad=config.skip_bad)
-        kept, out = held_out(len(made.items), min(50, int(len(made.items) * config.eval_share)), config.seed)
+        kept, out = config.held_out(len(made.items))
         pairs, tests = [made.items[i] for i in kept], [made.items[i] for i in out]
         lengths = [sum(datum.model_input.length for datum in each) for each in pairs]
         batches = Batches(lengths, size=config.batch_size, seed=config.seed, shuffle=config.shuffle)

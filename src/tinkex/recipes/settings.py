@@ -12,6 +12,7 @@ from typing import Any
 
 import tinkex
 from tinkex.config import Settings
+from tinkex.data import held_out
 from tinkex.errors import InvalidInputError
 from tinkex.recipes.progress import Progress
 from tinkex.recipes.run_directory import RunDirectory, trained
@@ -110,3 +111,22 @@ class TrainConfig:
         models = service.get_server_capabilities().supported_models
         size = next((model.parameters for model in models if model.model_name == self.model), None)
         return default_learning_rate(self.model, size, recipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExamplesConfig(TrainConfig):
+    """The settings of recipes that learn from what others wrote: examples, or pairs of answers."""
+
+    data: str = option("", "Examples: a file, or a hub dataset org/name[:split].", argument=True)
+    batch_size: int = option(16, "Examples of a step.")
+    epochs: float = option(3.0, "Passes over the data, unless --steps is given.")
+    max_length: int = option(2048, "Tokens of an example; longer ones are cut.")
+    shuffle: bool = option(True, "A new order in every epoch.")
+    eval_share: float = option(0.1, "The share of the data that is held out, at most 100 examples.")
+    eval_every: int = option(20, "Steps between two evaluations.")
+    skip_bad: bool = option(False, "Leave out rows that cannot be used, and count them.")
+    show_batch: bool = option(False, "Show the first batch, with what is learnt, and do not train.")
+
+    def held_out(self, count: int) -> tuple[list[int], list[int]]:
+        """Which of `count` examples are trained on, and which are kept for evaluation."""
+        return held_out(count, min(100, int(count * self.eval_share)), self.seed)

@@ -17,7 +17,6 @@ from tinkex.data import (
     TrainOn,
     chat_data,
     completion_datum,
-    held_out,
     learnt_tokens,
     mean_loss,
     text_datum,
@@ -26,29 +25,20 @@ from tinkex.recipes.conversations import ChatExample, conversation, load
 from tinkex.recipes.interrupts import ctrl_c
 from tinkex.recipes.progress import Progress
 from tinkex.recipes.run_directory import Interrupted, Outcome, RunDirectory
-from tinkex.recipes.settings import TrainConfig, option
+from tinkex.recipes.settings import ExamplesConfig, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftConfig(TrainConfig):
+class SftConfig(ExamplesConfig):
     """Settings of supervised fine-tuning."""
 
-    data: str = option("", "Examples: a file, or a hub dataset org/name[:split].", argument=True)
     train_on: TrainOn = option("assistant", "Which turns are learnt.")  # noqa: RUF009
     plain: bool = option(False, "Prompts and completions as they are, without the chat template.")
-    batch_size: int = option(16, "Examples of a step.")
-    epochs: float = option(3.0, "Passes over the data, unless --steps is given.")
-    max_length: int = option(2048, "Tokens of an example; longer ones are cut.")
-    shuffle: bool = option(True, "A new order in every epoch.")
-    eval_share: float = option(0.1, "The share of the data that is held out, at most 100 examples.")
     eval_data: str | None = option(None, "Held-out examples in a file of their own instead.")
-    eval_every: int = option(20, "Steps between two evaluations.")
     early_stopping: int | None = option(
         None, "Stop after so many evaluations without a better one, and keep the best adapter."
     )
     samples: int = option(2, "Held-out prompts to answer at every evaluation, into samples.jsonl.")
-    skip_bad: bool = option(False, "Leave out rows that cannot be used, and count them.")
-    show_batch: bool = option(False, "Show the first batch, with what is learnt, and do not train.")
 
 
 def train_sft(
@@ -76,7 +66,7 @@ def train_sft(
         if evals is not None:
             tests = evals.map(lambda each: sft_data(tokenizer, each, config), skip_bad=config.skip_bad).items
         else:
-            kept, out = held_out(len(examples), min(100, int(len(examples) * config.eval_share)), config.seed)
+            kept, out = config.held_out(len(examples))
             examples, tests = [examples[i] for i in kept], [examples[i] for i in out]
         data = [datum for own in examples for datum in own]
         test_data = [datum for own in tests for datum in own]

@@ -1,8 +1,8 @@
 """Decode steps of a dense fp32 decoder on the CPU, each one call of `step.c`.
 
-Holds a second copy of the weights in the layout that the C code reads, and passes it addresses of everything
-else: norms, the KV cache's pages, adapters. Promises: logits are the decoder's, to rounding, and
-batch-invariant. Knows sequences by their tokens, positions, pages and adapters alone.
+Holds a second copy of the weights in the layout that the C code reads, made at the first step, and passes it
+addresses of everything else: norms, the KV cache's pages, adapters. Promises: logits are the decoder's, to
+rounding, and batch-invariant. Knows sequences by their tokens, positions, pages and adapters alone.
 
 Shapes: N rows, one for each sequence, V padded vocabulary, W pages of the longest sequence, C head dim.
 """
@@ -92,12 +92,12 @@ class CompiledStep:
     """Decode steps of one decoder, whose weights must not move, over the cache given to `attach`."""
 
     def __init__(self, compiled: ctypes.CDLL, decoder: Decoder) -> None:
-        self._c, self._config = compiled, decoder.config
+        self._c, self._config, self._decoder = compiled, decoder.config, decoder
         self._kept: list[Any] = []  # keeps alive what the structs point to
         self._sites = list(decoder.sites())
-        self.nbytes = 0  # of the second copy of the weights
+        self.nbytes = decoder.multiplied_bytes  # of the second copy of the weights
         self._layers = (LayerStruct * decoder.config.layers)()
-        self._model = self._describe(decoder)
+        self._made: ModelStruct | None = None
         self._tables: WeakKeyDictionary[Adapter, AdapterStruct] = WeakKeyDictionary()
         self._row_work = self.nbytes // 4 // len(self._sites)
         self._cos = self._sin = np.empty((0, 0), np.float32)
@@ -107,6 +107,12 @@ class CompiledStep:
         self._kept.append(cache)
         for i, layer in enumerate(self._layers):
             layer.keys, layer.values = (pool.data_ptr() for pool in cache.layer(i))
+
+    @property
+    def _model(self) -> ModelStruct:
+        if self._made is None:  # an engine that only trains never comes here
+            self._made = self._describe(self._decoder)
+        return self._made
 
     def _describe(self, decoder: Decoder) -> ModelStruct:
         c, address = decoder.config, self._address
@@ -133,7 +139,6 @@ class CompiledStep:
         out_stride, in_stride = weight.stride()
         self._c.pack(weight.data_ptr(), in_features, out_features, in_stride, out_stride, packed.ctypes.data)
         self._kept.append(packed)
-        self.nbytes += packed.nbytes
         sizes = in_features, out_features, len(outs), (c_int32 * 3)(*outs)
         return LinearStruct(packed.ctypes.data, self._address(bias), *sizes)
 

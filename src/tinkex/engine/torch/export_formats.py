@@ -19,7 +19,8 @@ from tinkex.engine.request import user_error
 from tinkex.engine.torch.adapter_files import read_facts
 from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.load import our_weights, outline, read_config, read_tensors
-from tinkex.engine.torch.merge import merge_adapter
+from tinkex.engine.torch.merge import MergedModel, merge_adapter, write_model
+from tinkex.engine.torch.mlx_quantised import MlxQuantised, older_rope_fields
 from tinkex.engine.torch.models.families import FAMILIES
 from tinkex.engine.torch.peft_export import export_peft
 from tinkex.engine.torch.tensor_stream import Progress
@@ -49,11 +50,13 @@ def write_export(
     with _directory(base) as directory:
         if not trusted:
             check_base(adapter, directory)
-        if format in ("merged", "mlx"):
-            kind = "mlx" if format == "mlx" else "pt"
-            merge_adapter(
-                directory, adapter, out, dtype=dtype, overwrite=overwrite, kind=kind, progress=progress
-            )
+        if format == "merged":
+            merge_adapter(directory, adapter, out, dtype=dtype, overwrite=overwrite, progress=progress)
+        elif format == "mlx":
+            merged = MergedModel(directory, adapter, dtype)
+            merged.config |= older_rope_fields(merged.config)
+            model = MlxQuantised(merged, quantize) if quantize else merged
+            write_model(model, out, overwrite=overwrite, progress=progress, kind="mlx")
         elif format == "gguf":
             from tinkex.engine.torch.gguf_export import export_gguf  # needs gguf and tokenizers
 

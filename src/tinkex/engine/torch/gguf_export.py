@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from torch import Tensor
 
 from tinkex.engine.request import user_error
 from tinkex.engine.torch.gguf import decoder_names
-from tinkex.engine.torch.gguf_metadata import layout_of, metadata_of, rope_factors
+from tinkex.engine.torch.gguf_layouts import layout_of
+from tinkex.engine.torch.gguf_metadata import metadata_of, rope_factors
 from tinkex.engine.torch.gguf_vocab import vocabulary
 from tinkex.engine.torch.k_quants import QUANTISERS
 from tinkex.engine.torch.load import our_weights, read_config
 from tinkex.engine.torch.merge import MergedModel
-from tinkex.engine.torch.models.families import text_fields
+from tinkex.engine.torch.models.families import our_name, text_fields
 from tinkex.engine.torch.ollama import modelfile
 from tinkex.engine.torch.tensor_stream import Progress, ResumedFile, resumed_directory
 
@@ -47,11 +48,11 @@ _PLAIN = {
     "bfloat16": ("BF16", "BF16", "MOSTLY_BF16"),
 }
 _SIMPLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # for rows that 256 does not divide
-_KEPT = re.compile(r"norm|ffn_gate_inp|ssm_(a|conv1d|dt)|attn_sinks|rope_freqs|exp_probs_b|\.bias$")
+_KEPT = re.compile(r"norm|ffn_gate_inp|ssm_(a|d|conv1d|dt)|attn_sinks|rope_freqs|exp_probs_b|\.bias$")
 _ROWS_BYTES = 16 << 20  # of fp32 rows that are quantised at a time
 _ALIGNMENT = 32
 
-Piece = tuple[str, str]  # a stored tensor, and our name of what is needed of it
+Piece = tuple[str, str]  # a stored tensor, and our name of what is needed of it; "": all of it
 
 
 def export_gguf(
@@ -88,7 +89,9 @@ class GgufExport:
         self._model = MergedModel(base_dir, adapter_dir)
         self._fields = text_fields(self._model.config)
         self._fields["model_type"] = self._model.config["model_type"]
-        self._layout, self._base_dir = layout_of(self._fields["model_type"]), base_dir
+        self._config = read_config(base_dir)
+        self._fields.setdefault("num_hidden_layers", self._config.layers)
+        self._layout, self._base_dir = layout_of(self._fields), base_dir
         stored = self._model.form(next(iter(next(iter(self._model.shards.values())))))[0]
         plain = dtype or str(stored).removeprefix("torch.")
         self._types = MIXTURES[quantize.lower()] if quantize else _PLAIN[plain]
@@ -99,7 +102,6 @@ class GgufExport:
 
     def _find_pieces(self) -> dict[str, list[Piece]]:
         """By GGUF tensor: what it is made of, one piece or one for each expert."""
-        self._config = read_config(self._base_dir)
         tied = not self._model.config.get("tie_word_embeddings")
         names = decoder_names(self._layout.arch, self._fields["num_hidden_layers"], self._config)
         places: dict[str, Piece] = {}
@@ -107,8 +109,12 @@ class GgufExport:
             for stored in shard:
                 form = self._model.form(stored)
                 outline = torch.empty(form[1], dtype=form[0], device="meta")
-                for _, ours, _ in our_weights(self._config, [(stored, outline)]):
-                    places[ours] = stored, ours
+                views = [ours for _, ours, _ in our_weights(self._config, [(stored, outline)])]
+                places |= {ours: (stored, ours) for ours in views}
+                if self._named_here(our_name(stored)) and our_name(stored) not in views:
+                    places = {ours: piece for ours, piece in places.items() if piece[0] != stored}
+                    places[our_name(stored)] = stored, ""  # written whole
+        names = self._with_own_names(names, places)
         if tied and "lm_head.weight" in places:  # an adapted head was untied
             names.setdefault("output.weight", ["lm_head.weight"])
         missing = [ours for group in names.values() for ours in group if ours not in places]
@@ -116,6 +122,26 @@ class GgufExport:
         if missing or unnamed:
             raise user_error(f"llama.cpp's {self._layout.arch} has no place for {(missing or unnamed)[0]}")
         return {name: [places[ours] for ours in group] for name, group in names.items()}
+
+    def _named_here(self, ours: str) -> tuple[str, ...]:
+        """The tensors of a block that the layout, not the table of names, makes of a weight."""
+        block = re.match(r"model\.layers\.(\d+)\.", ours)
+        if block is None:
+            return ()
+        rest, own = ours[block.end() :], self._layout.names(self._fields)
+        found = (theirs for pattern, theirs in own.items() if re.fullmatch(pattern, rest))
+        return tuple(f"blk.{block[1]}.{each}" for each in next(found, ()))
+
+    def _with_own_names(
+        self, names: dict[str, list[str]], places: Mapping[str, Piece]
+    ) -> dict[str, list[str]]:
+        own: dict[str, list[str]] = {}
+        for ours in places:
+            for name in self._named_here(ours):
+                own.setdefault(name, []).append(ours)
+        named = {ours for group in own.values() for ours in group}
+        others = {name: [ours for ours in group if ours not in named] for name, group in names.items()}
+        return {name: group for name, group in others.items() if group} | own
 
     def _matters(self, ours: str) -> bool:
         """Not a copy of a tied embedding, a table of rotations, or a tower."""
@@ -153,7 +179,7 @@ class GgufExport:
 
         pieces = self._pieces[name]
         shape = self._turned_shape(name, pieces[0])
-        if len(pieces) > 1 or "_exps." in name:
+        if "_exps." in name and pieces[0][1]:  # not stacked yet
             shape = (len(pieces), *shape)
         kind = GGMLQuantizationType[self._type_of(name, shape)]
         count, size = GGML_QUANT_SIZES[kind]
@@ -164,7 +190,7 @@ class GgufExport:
         form = self._model.form(stored)
         outline = torch.empty(form[1], dtype=form[0], device="meta")
         views: dict[str, Any] = {n: v for _, n, v in our_weights(self._config, [(stored, outline)])}
-        return tuple(self._layout.turn(self._fields, name, views[ours]).shape)
+        return tuple(self._layout.turn(self._fields, name, views[ours] if ours else outline).shape)
 
     def _type_of(self, name: str, shape: tuple[int, ...]) -> str:
         most, important, _ = self._types
@@ -194,6 +220,8 @@ class GgufExport:
                 yield _encoded(rows[start : start + step].float().contiguous(), kind)
 
     def _view(self, stored: str, ours: str) -> Tensor:
+        if not ours:
+            return self._model.tensor(stored)
         if self._read[0] != stored:
             self._read = "", {}  # free the last one first
             whole = self._model.tensor(stored)

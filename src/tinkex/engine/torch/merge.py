@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,16 +53,37 @@ def merge_adapter(
     *,
     dtype: str | None = None,
     overwrite: bool = False,
-    kind: str = "pt",
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Write `base_dir` with the adapter of `adapter_dir` merged into it; `dtype` None: as the base's.
 
-    `kind` is what the files' metadata say of them: "pt", or "mlx".
-
     >>> merge_adapter(Path("models/Qwen3-0.6B"), Path("adapters/final"), Path("merged"))    # doctest: +SKIP
     """
     model = MergedModel(base_dir, adapter_dir, dtype)
+    write_model(model, out_dir, overwrite=overwrite, progress=progress)
+
+
+class WritableModel(Protocol):
+    """Tensors by shard, each made when it is asked for."""
+
+    @property
+    def base_dir(self) -> Path: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def shards(self) -> dict[str, list[str]]: ...
+    @property
+    def total(self) -> int: ...
+    def about(self, kind: str) -> dict[str, Any]: ...
+    def form(self, name: str, /) -> tuple[torch.dtype, tuple[int, ...]]: ...
+    def nbytes(self, name: str, /) -> int: ...
+    def tensor(self, name: str, /) -> Tensor: ...
+
+
+def write_model(
+    model: WritableModel, out_dir: Path, *, overwrite: bool, progress: Progress, kind: str = "pt"
+) -> None:
+    """Write a Hugging Face directory; `kind` is what the files' metadata say of them: "pt", or "mlx"."""
     with resumed_directory(out_dir, model.about(f"merged {kind}"), overwrite=overwrite) as part:
         done = 0
         for shard, names in model.shards.items():
@@ -80,7 +101,7 @@ def merge_adapter(
             places = dict(sorted(places.items()))
             write_json(part / INDEX, {"metadata": {"total_size": model.total}, "weight_map": places})
         write_json(part / "config.json", model.config)
-        copy_others(base_dir, part)
+        copy_others(model.base_dir, part)
 
 
 def copy_others(base_dir: Path, part: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ LOADABLE = (
     "or int4 (compressed-tensors, modelopt, fbgemm), bitsandbytes (nf4, fp4, int8), AWQ (gemm) or GPTQ (4 "
     "and 8 bits), and .gguf files, quantised ones too"
 )
+_MAPPED = 256 << 20  # bytes read of a mapped file before it is mapped anew, without pages in memory
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "modelopt", "bitsandbytes", "awq", "gptq")
 _FORMATS = ("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized",
@@ -89,40 +89,48 @@ class QuantisedFiles:
         self._paths, self._scheme = files, scheme
         self._names: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
+        self._mapped = 0  # bytes read through the mappings
 
     def tensors(self) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
         """Every weight under the name that it has in a plain file, file by file."""
-        with ExitStack() as stack:
-            for path in self._paths:
-                try:
-                    self._open[path] = stack.enter_context(safe_open(path, framework="pt"))
-                except SafetensorError as error:
+        for path in self._paths:
+            self._map(path)
+            self._names |= dict.fromkeys(self._open[path].keys(), path)
+        groups = {name: found for name in self._names if (found := self._group(name))}
+        used = {name for _, beside in groups.values() for name in beside.values()}
+        for name in self._names:
+            if name in groups:
+                target, beside = groups[name]
+                yield target, self._read(name, target, beside)
+            elif name not in used and not (groups and _UNUSED.search(name)):
+                tensor = self._get(name)
+                if tensor.dtype not in _PLAIN and name.endswith((".weight", ".bias")):
+                    kind = str(tensor.dtype).removeprefix("torch.")
                     raise InvalidInputError(
-                        f"{path} is corrupted or cut short: {error}; fetch it again"
-                    ) from error
-                self._names |= dict.fromkeys(self._open[path].keys(), path)
-            groups = {name: found for name in self._names if (found := self._group(name))}
-            used = {name for _, beside in groups.values() for name in beside.values()}
-            for name in self._names:
-                if name in groups:
-                    target, beside = groups[name]
-                    yield target, self._read(name, target, beside)
-                elif name not in used and not (groups and _UNUSED.search(name)):
-                    tensor = self._get(name)
-                    if tensor.dtype not in _PLAIN and name.endswith((".weight", ".bias")):
-                        kind = str(tensor.dtype).removeprefix("torch.")
-                        raise InvalidInputError(
-                            f"{self._names[name]} is quantised ({name} is {kind}) without scales beside it; "
-                            f"{LOADABLE}"
-                        )
-                    yield name, tensor
+                        f"{self._names[name]} is quantised ({name} is {kind}) without scales beside it; "
+                        f"{LOADABLE}"
+                    )
+                yield name, tensor
+        self._open.clear()
+
+    def _map(self, path: Path) -> None:
+        """Map a file; the mapping before it, and its pages in memory, end with the tensors of it in use."""
+        try:
+            self._open[path] = safe_open(path, framework="pt").__enter__()
+        except SafetensorError as error:
+            raise InvalidInputError(f"{path} is corrupted or cut short: {error}; fetch it again") from error
+        self._mapped = 0
 
     def _get(self, name: str) -> Tensor:
         path = self._names[name]
+        if self._mapped > _MAPPED:
+            self._map(path)
         try:
-            return self._open[path].get_tensor(name)
+            tensor = self._open[path].get_tensor(name)
         except SafetensorError as error:
             raise InvalidInputError(f"{path} is corrupted or cut short: {error}; fetch it again") from error
+        self._mapped += tensor.nbytes
+        return tensor
 
     def _group(self, name: str) -> tuple[str, dict[str, str]] | None:
         """The weight that `name` holds the codes of, and the tensors beside it by their endings."""
