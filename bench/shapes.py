@@ -38,7 +38,7 @@ def _shape(arch: str, width: int, layers: int, heads: tuple[int, int, int], mlp:
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5 if arch == "llama" else 1e-6,
         "rope_theta": 100000.0 if arch == "llama" else 1000000.0,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 40960,
         "bos_token_id": 1,
         "eos_token_id": 2,
     }

@@ -53,6 +53,22 @@ def test_routing_equals_the_plain_one(router: RouterConfig, tokens: int) -> None
     near(weight.gather(1, order), want_weight.gather(1, want_order))
 
 
+@pytest.mark.parametrize("score", ["softmax", "softmax_of_best", "sigmoid"])
+@pytest.mark.parametrize("tokens", [5, 60])
+def test_a_row_that_is_not_finite_goes_to_experts_that_exist(tokens: int, score: str) -> None:
+    """An adapter that has diverged, or a row that pads a step: the others' rows stay where they were."""
+    logits = random(tokens, 6, dtype=torch.float32)
+    _, want, _ = routing.route(logits, None, BEST, score, True, 1.0)
+    logits[1], logits[3, 2:], logits[4, 0] = float("nan"), float("nan"), float("inf")
+    weight, chosen, rows = routing.route(logits, None, BEST, score, True, 1.0)
+    sound = torch.tensor([i not in (1, 3, 4) for i in range(tokens)], device=DEVICE)
+    assert torch.equal(chosen[sound], want[sound])
+    assert weight[sound].isfinite().all()
+    assert 0 <= chosen.min() <= chosen.max() < 6
+    assert torch.equal(rows.order_N.long().sort().values, torch.arange(tokens * BEST, device=DEVICE))
+    assert not weight[1].isfinite().any()
+
+
 @pytest.mark.parametrize("routed", [True, False])
 @pytest.mark.parametrize("tokens", [1, 5, 21, 40, 70])
 def test_rows_are_sorted_by_expert_and_tiles_cover_them(tokens: int, routed: bool) -> None:
@@ -93,7 +109,10 @@ def test_clamped_experts_with_biases_and_quantised_ones(scheme: str) -> None:
 
 
 def check_gradients(block: ExpertMlp, segments: list[tuple[int | None, int]]) -> None:
-    """Oracle: the plain block in fp32 with adapters in plain autograd operations."""
+    """Oracle: the plain block in fp32 with adapters in plain autograd operations.
+
+    Clamps have steps in their derivatives, so that bf16 may be far off: the kernels as far as plain bf16.
+    """
     lengths = [length for _, length in segments]
     held = [adapter(block, 8, 1), adapter(block, 16, 2)]
     used = [None if i is None else held[i] for i, _ in segments]
@@ -112,11 +131,12 @@ def check_gradients(block: ExpertMlp, segments: list[tuple[int | None, int]]) ->
 
     kernels = CudaBackend(DEVICE, BF16)
     got = run(kernels, kernels.lora(used, lengths, train=True), x)
+    plain = run(Backend(), PlainLora(used, lengths, train=True), x)
     block.float()
     want = run(Backend(), PlainLora(used, lengths, train=True), x.float())
     assert len(got) == len(want) == 2 + len({one for one in used if one is not None})
-    for one, other in zip(got, want, strict=True):
-        near(one, other)
+    for one, rounded, other in zip(got, plain, want, strict=True):
+        near(one, other, max(BOUND, 1.5 * float((rounded.float() - other.float()).norm() / other.norm())))
 
 
 @pytest.mark.parametrize("segments", [[(None, 4)], [(0, 1)], [(1, 7), (None, 5), (0, 9)], [(0, 300)]])

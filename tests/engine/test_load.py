@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tests.engine.tiny import FAMILIES, reference_model, tiny_model, tiny_tokenizer
 from tinkex.engine.torch.backend import Backend, choose_backend
 from tinkex.engine.torch.load import load_decoder, read_config
-from tinkex.engine.torch.models import architecture
 from tinkex.errors import InvalidInputError
 
 
@@ -150,17 +149,10 @@ def test_a_text_model_inside_another_is_read_without_what_is_around_it(tmp_path:
     assert all(torch.equal(weight, nested.weights()[name]) for name, weight in plain.weights().items())
 
 
-def test_kernels_suit_the_families_that_they_were_made_for_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others run in plain torch, on CUDA too; and so do those whose kernels no GPU has shown yet."""
-    unproven_families = ("gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_next")
-    unproven = [load_decoder(tiny_model(tmp_path, family)) for family in unproven_families]
-    assert not any(decoder.kernels_serve for decoder in unproven)
-    for family in FAMILIES:
+def test_kernels_suit_the_families_that_they_were_made_for_alone(tmp_path: Path) -> None:
+    """The others run in plain torch, on CUDA too."""
+    for family in (*FAMILIES, "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_next"):
         assert load_decoder(tiny_model(tmp_path, family)).kernels_serve
-    monkeypatch.setattr(architecture, "UNPROVEN", True)
-    assert all(decoder.kernels_serve for decoder in unproven)
     for family in ("gemma3", "phi4", "granite3", "smollm3", "glm4", "ministral3", "olmo3", "granite4"):
         assert not load_decoder(tiny_model(tmp_path, family)).kernels_serve
     assert type(choose_backend("cuda", torch.bfloat16, kernels=False)) is Backend

@@ -14,7 +14,7 @@ from tinkex.engine.torch.quantised import FP4, NF4, QuantisedMatrix, QuantisedSt
 
 pytestmark = [*MARKS, pytest.mark.slow]
 
-O, I = 80, 192
+O, I = 192, 192
 
 
 def weight_of(kind: str, seed: int = 0, rows: int = O, columns: int = I) -> QuantisedWeight:
@@ -39,27 +39,40 @@ def near(got: Tensor, want: Tensor, bound: float = 1e-2) -> None:
     assert (got.double() - want.double()).norm() <= bound * want.double().norm()
 
 
+@pytest.mark.parametrize("rows", [O, 80])
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "fp8", "int8", "blocks", "table"])
-def test_values_are_those_of_the_plain_code(kind: str) -> None:
-    weight = weight_of(kind)
-    assert weight.halves == (kind in ("nf4", "fp4"))
+def test_values_are_those_of_the_plain_code(kind: str, rows: int) -> None:
+    weight = weight_of(kind, rows=rows)
+    assert weight.tiled == (kind in ("nf4", "fp4") and rows == O)
     near(packed.expand(weight, BF16), weight.expand())
 
 
-def test_columns_in_halves_are_the_same_values() -> None:
-    weight = quantise(random(16, 128, dtype=torch.float32), "nf4")
-    halves = weight.for_kernels(torch.float32)
-    assert halves.halves
-    assert not torch.equal(halves.codes, weight.codes)
-    assert torch.equal(halves.expand(), weight.expand())
+@pytest.mark.parametrize("wide", [32, 64, 128])
+def test_tiles_hold_the_same_values(wide: int) -> None:
+    codes = torch.randint(0, 256, (3, 128, 128), dtype=torch.uint8)
+    scale = random(3, 128, 256 // wide, dtype=torch.float32).cpu()
+    weight = QuantisedWeight(codes, scale, (1, wide), torch.tensor(NF4))
+    tiled = weight.for_kernels(torch.float32)
+    assert tiled.tiled
+    assert not torch.equal(tiled.codes, weight.codes)
+    assert torch.equal(tiled.expand(), weight.expand())
+    assert torch.equal(tiled[1].rows(70, 75), weight[1].rows(70, 75))
+    cut, whole = (one.select(slice(64, 128)) for one in (tiled, weight))
+    assert isinstance(cut, QuantisedWeight)
+    assert isinstance(whole, QuantisedWeight)
+    assert torch.equal(cut.expand(), whole.expand())
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "fp8", "int8", "blocks"])
-@pytest.mark.parametrize(("rows", "groups", "splits"), [(1, 1, 1), (5, 3, 1), (40, 1, 2)])
-def test_few_rows_multiply_with_codes(kind: str, rows: int, groups: int, splits: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "tiles", "splits", "columns"), [(1, 1, 1, 64), (5, 2, 1, 128), (40, 1, 2, 64), (130, 2, 1, 64)]
+)
+def test_few_rows_multiply_with_codes(kind: str, rows: int, tiles: int, splits: int, columns: int) -> None:
+    """192 features are three tiles, so that two or four at a time leave a rest."""
     weight, x = weight_of(kind), random(rows, I, seed=3)
     assert packed.suits(weight)
-    tile = packed.tile_for(rows, weight)._replace(groups=groups, splits=splits)
+    tiles = packed.tiles_of(weight, tiles)
+    tile = packed.tile_for(min(rows, 64), weight)._replace(tiles=tiles, splits=splits, columns=columns)
     got = packed.product(x, weight, tile)
     assert len(got) == splits
     near(got.sum(0), x.float() @ weight.expand().float().t())
@@ -69,7 +82,7 @@ def test_few_rows_multiply_with_codes(kind: str, rows: int, groups: int, splits:
 @pytest.mark.parametrize("rows", [3, 200])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_projection_of_several_parts(rows: int, mixed: bool) -> None:
-    outs = [32, 16, 32]
+    outs = [64, 128, 64]
     matrix = QuantisedMatrix(outs, I, BF16)
     plain = [random(out, I, seed=i, dtype=torch.float32) for i, out in enumerate(outs)]
     for i, part in enumerate(plain):
@@ -77,25 +90,25 @@ def test_a_projection_of_several_parts(rows: int, mixed: bool) -> None:
     matrix.unite()
     assert (matrix.whole is None) == mixed
     want = torch.cat([part.float() if isinstance(part, Tensor) else part.expand() for part in matrix.parts])
-    x, bias = random(rows, I, seed=5), random(80, seed=6)
+    x, bias = random(rows, I, seed=5), random(256, seed=6)
     near(packed.linear(x, matrix, bias), x.float() @ want.float().t() + bias.float())
     near(
         matrix.product(x, bias), x.float() @ want.float().t() + bias.float()
     )  # the plain code still reads it
     leaf = x.clone().requires_grad_()
-    packed.linear(leaf, matrix, bias).backward(random(rows, 80, seed=7))
+    packed.linear(leaf, matrix, bias).backward(random(rows, 256, seed=7))
     assert leaf.grad is not None
-    near(leaf.grad, random(rows, 80, seed=7).float() @ want.float())
+    near(leaf.grad, random(rows, 256, seed=7).float() @ want.float())
 
 
 def test_a_stack_is_expanded_at_once() -> None:
-    stack = QuantisedStack(3, [16, 16], 64, BF16)
+    stack = QuantisedStack(3, [64, 64], 64, BF16)
     for i, matrix in enumerate(stack):
         for k in range(2):
-            matrix.put(k, replace(weight_of("fp4", 2 * i + k, 16, 64)), "file", DEVICE)
+            matrix.put(k, replace(weight_of("fp4", 2 * i + k, 64, 64)), "file", DEVICE)
     stack.unite()
     assert stack.whole is not None
-    assert stack.whole.shape == (3, 32, 64)
+    assert stack.whole.shape == (3, 128, 64)
     want = torch.stack([torch.cat([part.expand() for part in matrix.parts]) for matrix in stack])
     near(packed.expand(stack.whole, BF16), want)
 

@@ -168,7 +168,7 @@ def test_tiles_do_not_change_the_product(monkeypatch: pytest.MonkeyPatch) -> Non
         matrix.put(index, torch.randn(rows, 96), "nf4", torch.device("cpu"))
     x, back = torch.randn(7, 96), torch.randn(7, 103)
     whole = matrix.product(x), matrix.t().product(back)
-    monkeypatch.setattr("tinkex.engine.torch.quantised._TILE", 96 * 16)
+    monkeypatch.setattr("tinkex.engine.torch.quantised._EXPANDED", 96 * 16)
     assert torch.allclose(matrix.product(x), whole[0], atol=1e-5)
     assert torch.allclose(matrix.t().product(back), whole[1], atol=1e-5)
 

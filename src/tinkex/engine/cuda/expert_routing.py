@@ -21,6 +21,7 @@ from tinkex.engine.cuda.launch import PDL, launched, power_of_2, wait_for_previo
 
 FEW = 128  # rows up to which the tiles in use come first, and one program routes all tokens
 _SCANNED = 4096  # rows that a program of `place` reads at a time
+_LEAST = tl.constexpr(-1e30)  # stands for NaN and -inf, so that only experts that exist are chosen
 
 
 class ExpertRows(NamedTuple):
@@ -58,7 +59,7 @@ def _route(
     liking = score
     if BIAS:
         liking += tl.load(bias + at, mask=inside, other=0.0)
-    liking = tl.where(inside, liking, float("-inf"))
+    liking = tl.where(inside, tl.where(liking > _LEAST, liking, _LEAST), float("-inf"))
     best = tl.zeros((BLOCK_K,), tl.int32)
     weight = tl.full((BLOCK_K,), float("-inf"), tl.float32)
     for i in range(K):
@@ -98,7 +99,7 @@ def _route_few(
     liking = score
     if BIAS:
         liking += tl.load(bias + at, mask=at < E, other=0.0)
-    liking = tl.where(at < E, liking, float("-inf"))
+    liking = tl.where(at < E, tl.where(liking > _LEAST, liking, _LEAST), float("-inf"))
     best = tl.zeros((BLOCK_T, BLOCK_K), tl.int32) + E
     weight = tl.full((BLOCK_T, BLOCK_K), float("-inf"), tl.float32)
     for i in range(K):

@@ -31,22 +31,21 @@ from tinkex.engine.cuda.launch import PDL, cdiv, launched, load_fp32
 from tinkex.engine.cuda.packed_weights import (
     KINDS,
     PTX,
-    add_products,
     columns_at,
     dense,
     expand,
-    groups_of,
+    of_rows,
+    rows_at,
     rows_of,
-    scales_of,
-    step_of,
     suits,
+    tiles_of,
     weights_at,
     width_of,
 )
-from tinkex.engine.torch.quantised import QuantisedStack, QuantisedWeight
+from tinkex.engine.torch.quantised import TILE, QuantisedStack, QuantisedWeight
 
 MAX_TILE = 64  # rows of an expert; where there are more, weights are expanded first
-_COLUMNS = 64  # of one program
+_COLUMNS = TILE  # of one program
 
 
 @launched
@@ -54,7 +53,7 @@ _COLUMNS = 64  # of one program
 def _gate_up(
     x, codes, scale, values, bias, h, order, cells, tiles, u, table, scales, slots, columns, column, each,
     D, F, K, stride_x, stride_u, split_u, stride_codes, stride_scale, alpha, limit,
-    KIND: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr,
+    KIND: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, CLAMPED: tl.constexpr, LORA: tl.constexpr, MIXED: tl.constexpr,
     SPLITS: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -68,24 +67,18 @@ def _gate_up(
         row, have_m, have_n = (start + m).to(tl.int64), m < count, n < F
         token = tl.load(order + row, mask=have_m, other=0).to(tl.int64) // K
         of_gate = expert.to(tl.int64) * 2 * F + tl.minimum(n, F - 1)[:, None]
-        gate_codes, up_codes = codes + of_gate * stride_codes, codes + (of_gate + F) * stride_codes
-        gate_scale = scale + of_gate // HIGH * stride_scale
-        up_scale = scale + (of_gate + F) // HIGH * stride_scale
+        at = expert.to(tl.int64) * 2 * F + rows_at(tl.program_id(0) * BLOCK_N, n[:, None], F, KIND, 1)
+        gate_codes, up_codes = codes + at * stride_codes, codes + (at + F) * stride_codes
+        gate_scale = of_rows(scale + of_gate // HIGH * stride_scale, KIND, WIDE)
+        up_scale = of_rows(scale + (of_gate + F) // HIGH * stride_scale, KIND, WIDE)
         gate, up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32), tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        left, ROUND = x + token[:, None] * stride_x, STEP * GROUPS
-        held_gate = scales_of(gate_scale, 0, GROUPS, STEP, WIDE)
-        held_up = scales_of(up_scale, 0, GROUPS, STEP, WIDE)
-        for k in range(0, D, ROUND):
-            next_gate = scales_of(gate_scale, tl.minimum(k + ROUND, D - ROUND), GROUPS, STEP, WIDE)
-            next_up = scales_of(up_scale, tl.minimum(k + ROUND, D - ROUND), GROUPS, STEP, WIDE)
-            for i in tl.static_range(GROUPS):
-                at = k + i * STEP
-                right = columns_at(left, have_m[:, None], at, KIND, STEP)
-                weights = weights_at(gate_codes, held_gate[i], values, at, KIND, STEP, dtype, ASM)
-                gate = add_products(gate, weights, right, KIND)
-                weights = weights_at(up_codes, held_up[i], values, at, KIND, STEP, dtype, ASM)
-                up = add_products(up, weights, right, KIND)
-            held_gate, held_up = next_gate, next_up
+        left = x + token[:, None] * stride_x
+        for k in range(0, D, 64 * TILES):
+            right = columns_at(left, have_m[:, None], k, D, KIND, WIDE, TILES, EVEN)
+            weights = weights_at(gate_codes, gate_scale, values, k, D, KIND, WIDE, TILES, 1, EVEN, dtype, ASM)
+            gate = tl.dot(weights, right, gate)
+            weights = weights_at(up_codes, up_scale, values, k, D, KIND, WIDE, TILES, 1, EVEN, dtype, ASM)
+            up = tl.dot(weights, right, up)
         gate, up = tl.trans(gate), tl.trans(up)
         if BIAS:
             place = bias + expert * 2 * F + n
@@ -121,7 +114,7 @@ def _gate_up(
 def _product(
     x, codes, scale, values, bias, y, order, cells, tiles, u, table, scales, slots, columns, column, each,
     size, width, K, stride_u, stride_codes, stride_scale,
-    KIND: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr,
+    KIND: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, SHRINK: tl.constexpr, ASM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -137,18 +130,16 @@ def _product(
             m = tl.arange(0, BLOCK_M)
             row, have_m, have_n = (start + m).to(tl.int64), m < count, n < width
             of = expert.to(tl.int64) * width + tl.minimum(n, width - 1)[:, None]
-            at_codes, at_scale = codes + of * stride_codes, scale + of // HIGH * stride_scale
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            left, ROUND = x + row[:, None] * size, STEP * GROUPS
-            held = scales_of(at_scale, 0, GROUPS, STEP, WIDE)
-            for k in range(0, size, ROUND):
-                ahead = scales_of(at_scale, tl.minimum(k + ROUND, size - ROUND), GROUPS, STEP, WIDE)
-                for i in tl.static_range(GROUPS):
-                    at = k + i * STEP
-                    right = columns_at(left, have_m[:, None], at, KIND, STEP)
-                    weights = weights_at(at_codes, held[i], values, at, KIND, STEP, dtype, ASM)
-                    total = add_products(total, weights, right, KIND)
-                held = ahead
+            at = expert.to(tl.int64) * width + rows_at(tl.program_id(0) * BLOCK_N, n[:, None], width, KIND, 1)
+            at_codes = codes + at * stride_codes
+            at_scale = of_rows(scale + of // HIGH * stride_scale, KIND, WIDE)
+            total, left = tl.zeros((BLOCK_N, BLOCK_M), tl.float32), x + row[:, None] * size
+            for k in range(0, size, 64 * TILES):
+                right = columns_at(left, have_m[:, None], k, size, KIND, WIDE, TILES, EVEN)
+                weights = weights_at(
+                    at_codes, at_scale, values, k, size, KIND, WIDE, TILES, 1, EVEN, dtype, ASM
+                )
+                total = tl.dot(weights, right, total)
             total = tl.trans(total)
             if BIAS:
                 total += load_fp32(bias + expert * width + n, have_n)[None, :]
@@ -173,16 +164,18 @@ def read_in_place(weight: Tensor | QuantisedStack, rows: ExpertRows) -> Quantise
     return weight.whole if suits(weight.whole) else None
 
 
-def _packed(weight: QuantisedWeight) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int], dict[str, int]]:
-    """A kernel's arguments codes, scale and values; their strides; and its constants."""
+def _packed(
+    weight: QuantisedWeight, rows: ExpertRows
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int], dict[str, int]]:
+    """A kernel's codes, scale and values; their strides; and its constants, as measured on an H200."""
     codes, scale = rows_of(weight.codes), rows_of(weight.scale)
-    high, wide = weight.block
+    tiles = tiles_of(weight, 2 if rows.tile <= 16 else 1)
     constants = {
         "KIND": KINDS.index(weight.kind),
-        "HIGH": high,
+        "HIGH": weight.block[0],
         "WIDE": width_of(weight),
-        "STEP": step_of(weight),
-        "GROUPS": groups_of(weight, 6 if weight.table is not None and wide == 32 else 4),
+        "TILES": tiles,
+        "EVEN": weight.shape[-1] % (TILE * tiles) == 0,
     }
     tensors = codes, scale, codes if weight.table is None else weight.table
     return tensors, (codes.stride(0), scale.stride(0)), constants
@@ -193,7 +186,7 @@ def gate_up(
     u: Tensor | None, lora: ExpertSite | None,
 ) -> Tensor:  # fmt: skip
     """h [N, F]; `u` [S, T, 2R] is the down-projection of the tokens, to be summed over S."""
-    (tensors, strides, constants), inner = _packed(weight), weight.shape[1] // 2
+    (tensors, strides, constants), inner = _packed(weight, rows), weight.shape[1] // 2
     h = x_TD.new_empty(len(rows.order_N), inner)
     given, of_u = given_adapters(lora, "B", x_TD), x_TD[None] if u is None else u
     _gate_up[(cdiv(inner, _COLUMNS), rows.tiles.shape[1])](
@@ -212,7 +205,7 @@ def product(
     x_NI: Tensor, weight: QuantisedWeight, bias: Tensor | None, rows: ExpertRows, lora: ExpertSite | None
 ) -> tuple[Tensor, Tensor | None]:
     """Each row through its expert's weight [O, I], plus its bias; and u [N, R], each row times its A."""
-    (tensors, strides, constants), (_, out, size) = _packed(weight), weight.shape
+    (tensors, strides, constants), (_, out, size) = _packed(weight, rows), weight.shape
     y, given = x_NI.new_empty(len(x_NI), out), given_adapters(lora, "A", x_NI)
     u = None
     if lora is not None and shrinks_inside(x_NI, rows, lora):
@@ -222,7 +215,7 @@ def product(
         x_NI, *tensors, y if bias is None else bias, y, rows.order_N, rows.tiles, rows.tiles.shape[1], of_u,
         *given.where, size, out, rows.per_token, of_u.stride(0), *strides,
         **constants, BIAS=bias is not None, SHRINK=u is not None, ASM=PTX, BLOCK_M=rows.tile,
-        BLOCK_N=_COLUMNS, BLOCK_R=given.block, num_warps=4, num_stages=4, **PDL,
+        BLOCK_N=_COLUMNS, BLOCK_R=given.block, num_warps=4, num_stages=3, **PDL,
     )  # fmt: skip
     return y, shrink_rows(x_NI, rows, lora, "A") if lora is not None and u is None else u
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tinkex.engine.cuda.launch import (
-    MULTIPROCESSORS,
     PDL,
     cdiv,
     launched,
@@ -29,11 +28,12 @@ from tinkex.engine.cuda.launch import (
     power_of_2,
     wait_for_previous,
 )
-from tinkex.engine.torch.quantised import QuantisedMatrix, QuantisedWeight
+from tinkex.engine.torch.quantised import TILE, QuantisedMatrix, QuantisedWeight
 
 KINDS = ("nf4", "fp4", "fp8", "int8", "table")
 _TABLE = KINDS.index("table")
-_STEP = 64  # columns of 8 bits that are multiplied at a time
+_TILES = 4  # of a row that a program of `expand` writes
+WHOLE_ROW = tl.constexpr(1 << 20)  # columns of a block that is a row of 8 bits
 PTX = not triton.knobs.runtime.interpret
 MAX_ROWS = 256  # of `product`: more are faster through `expand` and a library
 
@@ -143,92 +143,159 @@ def eight_bits(codes, scale, KIND: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.co
 
 
 @triton.jit
-def scales_of(scale, k, GROUPS: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr):
-    """The scales of GROUPS times STEP columns from `k` on; `scale` has the rows' addresses [N, 1]."""
-    found = ()
-    for i in tl.static_range(GROUPS):
-        found += (tl.load(scale + (k + i * STEP) // WIDE),)
-    return found
+def tiled_bytes(codes, tile, left, TILES: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr):
+    """The bytes [64·GROUPS, 32·TILES] of tiles that lie one after the other, zeros from `left` tiles on.
+
+    `codes` has the addresses [GROUPS, 1] of groups of 64 rows. Tiles are stored in the order in which a
+    multiplication reads its left factor from registers (`quantised._tile`), so that no byte changes places.
+    """
+    at = tl.arange(0, TILES * 2048)[None, :]
+    place = codes + tile * 2048 + at
+    if EVEN:
+        raw = tl.load(place)
+    else:
+        raw = tl.load(place, mask=at < tl.multiple_of(left * 2048, 2048), other=0)
+    raw = tl.reshape(raw, (GROUPS, TILES, 4, 8, 4, 2, 2, 2, 2))
+    return tl.reshape(tl.permute(raw, (0, 2, 7, 3, 1, 5, 6, 4, 8)), (64 * GROUPS, 32 * TILES))
 
 
 @triton.jit
 def weights_at(
-    codes, scale, table, k, KIND: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr
+    codes, scale, table, k, K, KIND: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,
+    GROUPS: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The weights of STEP columns from `k` on; of 4 bits in two halves.
+    """The weights of 64·TILES columns from `k` on, of 64·GROUPS rows, in the order of `place_of`.
 
-    `codes` has the rows' addresses [N, 1], and `scale` is the block's [N, 1].
+    `codes` has addresses: of 4 bits as in `tiled_bytes`, of 8 bits those of the rows, [N, 1]. `scale` has the
+    addresses of the rows' scales, or, of 8 bits in one block for each row, the scales themselves.
     """
+    N: tl.constexpr = 64 * GROUPS
     if KIND == 2 or KIND == 3:
-        found = tl.load(codes + k + tl.arange(0, STEP)[None, :])
-        found = (eight_bits(found, tl.broadcast_to(scale.to(DTYPE), found.shape), KIND, DTYPE, PTX),)
+        byte = tl.load(codes + k + tl.arange(0, 64 * TILES)[None, :])
+        found = eight_bits(byte, _spread(scale, k, KIND, WIDE, 64 * TILES, N, DTYPE), KIND, DTYPE, PTX)
     else:
-        byte = tl.load(codes + k // 2 + tl.arange(0, STEP // 2)[None, :])
-        found = four_bits(byte, tl.broadcast_to(scale.to(DTYPE), byte.shape), table, KIND, DTYPE, PTX)
+        HALF: tl.constexpr = WIDE // 2
+        BLOCKS: tl.constexpr = 32 * TILES // HALF
+        byte, block = tiled_bytes(codes, k // 64, (K - k) // 64, TILES, GROUPS, EVEN), tl.arange(0, BLOCKS)
+        if EVEN:
+            of_block = tl.load(scale + k // WIDE + block[None, :])
+        else:
+            of_block = load(scale + k // WIDE + block[None, :], (k // WIDE + block < K // WIDE)[None, :])
+        of_block = tl.broadcast_to(of_block.to(DTYPE)[:, :, None], (N, BLOCKS, HALF))
+        low, high = four_bits(byte, tl.reshape(of_block, (N, 32 * TILES)), table, KIND, DTYPE, PTX)
+        found = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (N, 64 * TILES))
     return found
 
 
 @triton.jit
-def columns_at(x, have_m, k, KIND: tl.constexpr, STEP: tl.constexpr):
+def _spread(
+    scale, k, KIND: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """The scales of 8 bits for [N, STEP] codes, all of one block of columns."""
+    if WIDE < WHOLE_ROW:
+        scale = tl.load(scale + k // WIDE)
+    return tl.broadcast_to(scale.to(DTYPE), (N, STEP))
+
+
+@triton.jit
+def of_rows(scale, KIND: tl.constexpr, WIDE: tl.constexpr):
+    """What `weights_at` takes as `scale`, given the addresses of the rows' first scales [N, 1]."""
+    return tl.load(scale) if (KIND == 2 or KIND == 3) and WIDE == WHOLE_ROW else scale
+
+
+@triton.jit
+def place_of(KIND: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr):
+    """Which columns `weights_at` returns, counted from the first: of 4 bits, all low halves come first."""
+    at = tl.arange(0, 64 * TILES)
+    if KIND == 2 or KIND == 3:
+        found = at
+    else:
+        HALF: tl.constexpr = WIDE // 2
+        byte = at % (32 * TILES)
+        found = byte // HALF * WIDE + at // (32 * TILES) * HALF + byte % HALF
+        found = tl.max_contiguous(tl.multiple_of(found, HALF), HALF)  # which Triton does not see by itself
+    return found
+
+
+@triton.jit
+def columns_at(
+    x, have_m, k, K, KIND: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
     """The columns of x, transposed, that `weights_at` multiplies; `x` has the rows' addresses [M, 1]."""
-    if KIND == 2 or KIND == 3:
-        found = (tl.trans(load(x + k + tl.arange(0, STEP)[None, :], have_m)),)
-    else:
-        HALF: tl.constexpr = STEP // 2
-        at = x + k + tl.arange(0, HALF)[None, :]
-        found = (tl.trans(load(at, have_m)), tl.trans(load(at + HALF, have_m)))
-    return found
-
-
-@triton.jit
-def add_products(total, weights, columns, KIND: tl.constexpr):
-    """total [N, M] + weights · xᵀ: a multiplication takes the left factor from registers."""
-    total = tl.dot(weights[0], columns[0], total)
-    if KIND < 2:
-        total = tl.dot(weights[1], columns[1], total)
-    return total
+    column = place_of(KIND, WIDE, TILES)[None, :]
+    if not EVEN:
+        have_m = have_m & (column < tl.multiple_of(K - k, 64))
+    return tl.trans(load(x + k + column, have_m))
 
 
 @launched
 @triton.jit(do_not_specialize=["rows"])
 def _product(
     x, codes, scale, table, y, rows, K, O, stride_x, stride_codes, stride_scale, split_y,
-    KIND: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr,
+    KIND: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
     PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y[split] = x · weightᵀ over one split of the features, for BLOCK_N columns."""
     split, m = tl.program_id(1), tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) * BLOCK_N
+    GROUPS: tl.constexpr = BLOCK_N // 64
+    STEP: tl.constexpr = 64 * TILES
+    col = first + tl.arange(0, BLOCK_N)
     n = tl.minimum(col, O - 1)[:, None]
-    codes += n.to(tl.int64) * stride_codes
-    scale += n // HIGH * stride_scale
-    ROUND: tl.constexpr = STEP * GROUPS
-    span = tl.cdiv(tl.cdiv(K, ROUND), tl.num_programs(1)) * ROUND
+    codes += rows_at(first, n, O, KIND, GROUPS).to(tl.int64) * stride_codes
+    span = tl.cdiv(tl.cdiv(K, STEP), tl.num_programs(1)) * STEP
     start, end = split * span, tl.minimum((split + 1) * span, K)
-    held = scales_of(scale, start, GROUPS, STEP, WIDE)
+    held = of_rows(scale + n // HIGH * stride_scale, KIND, WIDE)
     have_m = (m < rows)[:, None]
     x += m.to(tl.int64)[:, None] * stride_x
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    dtype: tl.constexpr = x.dtype.element_ty
     wait_for_previous()
-    for k in range(start, end, ROUND):
-        ahead = scales_of(scale, tl.minimum(k + ROUND, K - ROUND), GROUPS, STEP, WIDE)
-        for i in tl.static_range(GROUPS):
-            at = k + i * STEP
-            weights = weights_at(codes, held[i], table, at, KIND, STEP, x.dtype.element_ty, PTX)
-            total = add_products(total, weights, columns_at(x, have_m, at, KIND, STEP), KIND)
-        held = ahead
+    for k in range(start, end, STEP):
+        weights = weights_at(codes, held, table, k, K, KIND, WIDE, TILES, GROUPS, EVEN, dtype, PTX)
+        # one multiplication an iteration: with two, whose left factors are registers, some sizes gave NaN
+        total = tl.dot(weights, columns_at(x, have_m, k, K, KIND, WIDE, TILES, EVEN), total)
     out = y + split * split_y + m.to(tl.int64)[:, None] * O + col[None, :]
     tl.store(out, tl.trans(total), mask=have_m & (col < O)[None, :])
+
+
+@triton.jit
+def rows_at(first, n, O, KIND: tl.constexpr, GROUPS: tl.constexpr):
+    """The rows at whose codes `weights_at` begins: `n` [N, 1], or the first ones of groups of 64."""
+    if KIND == 2 or KIND == 3:
+        found = n
+    else:
+        found = tl.minimum(first + 64 * tl.arange(0, GROUPS)[:, None], O - 64)
+    return found
+
+
+@launched
+@triton.jit
+def _expand_tiles(
+    codes, scale, table, out, K, O, stride_codes, stride_scale,
+    KIND: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """64 rows of 64·TILES columns."""
+    wait_for_previous()
+    first, k = tl.program_id(1) * 64, tl.program_id(0) * 64 * TILES
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = (first + tl.arange(0, 64)).to(tl.int64)[:, None]
+    groups = codes + rows_at(first, row, O, KIND, 1).to(tl.int64) * stride_codes
+    weights = weights_at(
+        groups, scale + row * stride_scale, table, k, K, KIND, WIDE, TILES, 1, EVEN, dtype, PTX
+    )
+    column = k + place_of(KIND, WIDE, TILES)[None, :]
+    tl.store(out + row * K + column, weights, mask=column < K)
 
 
 @launched
 @triton.jit
 def _expand(
     codes, scale, table, zero, out, K, O, stride_codes, stride_scale,
-    KIND: tl.constexpr, ZERO: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
+    KIND: tl.constexpr, ZERO: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N rows of STEP columns. HALVES: a byte has a column of each half of its block."""
+    """BLOCK_N rows of STEP columns."""
     wait_for_previous()
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.program_id(0) * STEP
@@ -240,17 +307,6 @@ def _expand(
         factor = load(scale + n // HIGH * stride_scale + col // WIDE, have).to(dtype)
         place = out + n.to(tl.int64) * K + col
         tl.store(place, eight_bits(byte, factor, KIND, dtype, PTX), mask=have)
-    elif HALVES:  # [rows, blocks, half a block]: neighbours in memory are neighbours in the last dimension
-        HALF: tl.constexpr = WIDE // 2
-        n, block, at = row[:, None, None], tl.arange(0, STEP // WIDE)[None, :, None], tl.arange(0, HALF)
-        block, at = k // WIDE + block, at[None, None, :]
-        have = (n < O) & (block < K // WIDE)
-        byte = tl.load(codes + n.to(tl.int64) * stride_codes + block * HALF + at, mask=have, other=0)
-        factor = load(scale + n // HIGH * stride_scale + block, have).to(dtype)
-        low, high = four_bits(byte, tl.broadcast_to(factor, byte.shape), table, KIND, dtype, PTX)
-        place = out + n.to(tl.int64) * K + block * WIDE + at
-        tl.store(place, low, mask=have)
-        tl.store(place + HALF, high, mask=have)
     else:
         n, at = row[:, None], k // 2 + tl.arange(0, STEP // 2)[None, :]
         have = (n < O) & (2 * at < K)
@@ -281,13 +337,21 @@ def expand(weight: QuantisedWeight, dtype: torch.dtype, out: Tensor | None = Non
     zero, table = scale if weight.zero is None else rows_of(weight.zero), codes
     if weight.table is not None:
         table = weight.table
-    step, block = max(min(512, power_of_2(columns)), weight.block[1] if weight.halves else 1), 8
-    total = out.numel() // columns
-    _expand[(cdiv(columns, step), cdiv(total, block))](
-        codes, scale, table, zero, out, columns, total, codes.stride(0), scale.stride(0),
-        KIND=KINDS.index(weight.kind), ZERO=weight.zero is not None, HIGH=high, WIDE=width_of(weight),
-        HALVES=weight.halves, STEP=step, PTX=PTX, BLOCK_N=block, num_warps=4, **PDL,
-    )  # fmt: skip
+    total, kind = out.numel() // columns, KINDS.index(weight.kind)
+    strides = columns, total, codes.stride(0), scale.stride(0)
+    if weight.tiled:
+        _expand_tiles[(cdiv(columns, 64 * _TILES), cdiv(total, TILE))](
+            codes, scale, table, out, *strides, KIND=kind, WIDE=width_of(weight), TILES=_TILES,
+            EVEN=columns % (64 * _TILES) == 0, PTX=PTX, num_warps=4, **PDL,
+        )  # fmt: skip
+    else:
+        step, block = min(512, power_of_2(columns)), 8
+        _expand[(cdiv(columns, step), cdiv(total, block))](
+            codes, scale, table, zero, out, *strides, KIND=kind, ZERO=weight.zero is not None, HIGH=high,
+            WIDE=width_of(weight), STEP=step, PTX=PTX, BLOCK_N=block, num_warps=4, **PDL,
+        )  # fmt: skip
+    # A product may load weights before it waits for the kernel before it (`launch`), but not for this one.
+    torch.empty(1, device=out.device).zero_()
     return out
 
 
@@ -319,62 +383,51 @@ class PackedTile(NamedTuple):
 
     rows: int
     columns: int
-    groups: int  # blocks of columns of one iteration
+    tiles: int  # steps of 64 features of one iteration
     splits: int
     warps: int
     stages: int
 
 
 def suits(weight: QuantisedWeight | None) -> bool:
-    """Whether `product` can multiply with it: whole blocks, which begin at multiples of 16 bytes."""
+    """Whether `product` can multiply with it: whole tiles, or of 8 bits whole steps within blocks."""
     if weight is None or weight.kind not in KINDS[:_TABLE] or weight.codes.data_ptr() % 16:
         return False
-    columns, wide = weight.shape[-1], weight.block[1]
     if weight.kind in ("nf4", "fp4"):
-        return weight.halves and wide in (32, 64, 128) and columns % 32 == 0
-    return columns % _STEP == 0 and (wide >= columns or wide % _STEP == 0)
-
-
-def step_of(weight: QuantisedWeight) -> int:
-    """Columns that a kernel multiplies at a time: those of one block, or a part of it."""
-    return weight.block[1] if weight.table is not None else _STEP
+        return weight.tiled
+    columns, wide = weight.shape[-1], weight.block[1]
+    return columns % TILE == 0 and (wide >= columns or wide % TILE == 0)
 
 
 def width_of(weight: QuantisedWeight) -> int:
     """Columns of a block; one number for all that are whole rows of 8 bits, so that kernels are few."""
     wide = weight.block[1]
-    return 1 << 20 if weight.table is None and wide >= weight.shape[-1] else wide
+    return WHOLE_ROW.value if weight.table is None and wide >= weight.shape[-1] else wide
 
 
-def groups_of(weight: QuantisedWeight, most: int) -> int:
-    """Steps of an iteration: the largest divisor of all of them up to `most`."""
-    steps = weight.shape[-1] // step_of(weight)
-    return next(count for count in range(most, 0, -1) if steps % count == 0)
+def tiles_of(weight: QuantisedWeight, most: int) -> int:
+    """Steps of an iteration: up to `most`; of 8 bits no more than a block has, and a divisor of all."""
+    if weight.table is not None:
+        return most
+    wide = min(width_of(weight), weight.shape[-1]) // TILE
+    return next(count for count in (4, 2, 1) if count <= most and wide % count == 0)
 
 
 def tile_for(rows: int, weight: QuantisedWeight) -> PackedTile:
     """As measured on an H200 with the matrices of a model of 8B parameters."""
     count, columns = weight.shape
-    tile, programs, small = max(16, power_of_2(rows)), cdiv(count, 64), weight.table is not None
+    tile, four = max(16, power_of_2(rows)), weight.table is not None
     if tile == 16:
-        most = 600 if small else 400
-        splits = next((s for s in (8, 4, 2) if s * programs <= most and (small or s <= 4)), 1)
-        shape = (64, 4, splits, 4, 4 if splits == 1 or not small else 3)
-        if not small and programs >= 96:
-            shape = (64, 2, max(2, splits), 4, 3 if splits == 1 else 5)
+        shape, wanted = (16, 64, 4 if four else 2, 4, 3), 800
+    elif tile <= 64:
+        shape, wanted = ((tile, 128, 2, 8, 3) if count >= 16384 else (tile, 64, 2, 4, 3)), 400
     else:
-        splits = next((s for s in (4, 2) if s * programs <= 2 * MULTIPROCESSORS), 1)
-        if tile == 64:
-            wide = splits == 4 or (splits == 1 and small)
-            shape = (128 if wide else 64, 4 if splits == 4 else 2, splits, 8 if wide else 4, 3)
-        elif tile == 256:
-            shape = (128, 1, splits, 8, 3)
-        else:
-            shape = (64, 2 if splits > 1 else 1, splits, 4, 3)
-    _, groups, splits, *_ = shape
-    groups = groups_of(weight, groups)
-    rounds = columns // (step_of(weight) * groups)
-    return PackedTile(tile, shape[0], groups, max(1, min(splits, rounds // 2)), *shape[3:])
+        shape, wanted = (tile, 128, 1, 8, 4), 400
+    programs = cdiv(count, shape[1]) * cdiv(rows, shape[0])
+    splits = next((s for s in (8, 4, 2) if s * programs <= wanted and (s < 8 or tile == 16)), 1)
+    tiles = tiles_of(weight, shape[2])
+    rounds = columns // (TILE * tiles)
+    return PackedTile(*shape[:2], tiles, max(1, min(splits, rounds // 2)), *shape[3:])
 
 
 def product(x: Tensor, weight: QuantisedWeight, tile: PackedTile | None = None) -> Tensor:
@@ -388,7 +441,7 @@ def product(x: Tensor, weight: QuantisedWeight, tile: PackedTile | None = None) 
         x, codes, scale, codes if weight.table is None else weight.table, y, rows, columns, count,
         x.stride(0), codes.stride(0), scale.stride(0), y.stride(0),
         KIND=KINDS.index(weight.kind), HIGH=weight.block[0], WIDE=width_of(weight),
-        STEP=step_of(weight), GROUPS=tile.groups, PTX=PTX, BLOCK_M=tile.rows,
+        TILES=tile.tiles, EVEN=columns % (TILE * tile.tiles) == 0, PTX=PTX, BLOCK_M=tile.rows,
         BLOCK_N=tile.columns, num_warps=tile.warps, num_stages=tile.stages, **PDL,
     )  # fmt: skip
     return y

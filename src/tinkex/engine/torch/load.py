@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.torch.backend import Backend, choose_backend
-from tinkex.engine.torch.models import architecture
 from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.delta_net import by_part
@@ -145,9 +144,7 @@ def empty_decoder(
     config: ModelConfig, device: str | torch.device, dtype: torch.dtype, *, quantised: bool = False
 ) -> Decoder:
     with torch.device("meta"):  # shapes only, so that memory is taken once, in the right dtype and place
-        proven = config.uniform and not quantised
-        kernels = config.kernels_serve if architecture.UNPROVEN else proven
-        decoder = Decoder(config, choose_backend(device, dtype, kernels=kernels))
+        decoder = Decoder(config, choose_backend(device, dtype, kernels=config.kernels_serve))
         if quantised:
             decoder.quantise(dtype)
     # What `to_empty` does, which goes by way of torch's symbolic shapes and imports half a second of sympy.

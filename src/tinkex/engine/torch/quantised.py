@@ -22,7 +22,8 @@ from torch.autograd import Function
 from tinkex.errors import InvalidInputError
 
 SCHEMES = ("nf4", "fp8", "int8")  # what `quantise` makes
-_TILE = 1 << 21  # values that are expanded at a time
+TILE = 64  # rows, and columns of 4 bits, that kernels multiply at a time
+_EXPANDED = 1 << 21  # values that are expanded at a time
 _NF4_BLOCK = 64
 _FP8_MAX = 448.0
 
@@ -46,7 +47,7 @@ class QuantisedWeight:
     zero: Tensor | None = None  # like `scale`
     factor: float = 1.0
     transposed: bool = False  # its user expects […, I, O]
-    halves: bool = False  # with a table: a block's first columns are in the low bits, the others in the high
+    tiled: bool = False  # with a table: in the order of `_tile`, as kernels read it
 
     def __post_init__(self) -> None:
         grid = tuple(-(-n // step) for n, step in zip(self._stored[-2:], self.block, strict=True))
@@ -115,14 +116,15 @@ class QuantisedWeight:
         )
 
     def for_kernels(self, dtype: torch.dtype) -> QuantisedWeight:
-        """With scales in `dtype`, and in halves if its blocks are whole."""
-        scale = (self.scale.float() * self.factor).to(dtype)
-        wide = self.block[1]
-        if self.kind not in ("nf4", "fp4") or self._stored[-1] % wide or self.halves:
+        """With scales in `dtype`, and in tiles if it is cut into whole ones."""
+        scale, (high, wide) = (self.scale.float() * self.factor).to(dtype), self.block
+        (rows, columns), fits = self._stored[-2:], self.kind in ("nf4", "fp4") and wide in (32, 64, 128)
+        if self.tiled or not fits or high > 1 or rows % TILE or columns % max(wide, TILE):
             return replace(self, scale=scale, factor=1.0)
-        blocks = self.codes.unflatten(-1, (-1, wide // 2))
-        low, high = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).chunk(2, dim=-1)
-        return replace(self, codes=(low | high << 4).flatten(-2), scale=scale, factor=1.0, halves=True)
+        if wide > TILE:
+            scale, wide = scale.repeat_interleave(wide // TILE, dim=-1), TILE
+        codes = _tile(self.codes, wide)
+        return replace(self, codes=codes, scale=scale, block=(1, wide), factor=1.0, tiled=True)
 
     def expand(self) -> Tensor:
         """All values in fp32."""
@@ -133,8 +135,12 @@ class QuantisedWeight:
 
     def rows(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Stored rows start:stop of a matrix."""
-        columns, (high, wide) = self._stored[1], self.block
-        values, scale, zero = self._values(self.codes[start:stop]), self.scale, self.zero
+        columns, (high, wide), scale, zero = self._stored[1], self.block, self.scale, self.zero
+        codes = self.codes[start:stop]
+        if self.tiled:
+            first = start - start % TILE
+            codes = _untile(self.codes[first : stop + -stop % TILE], wide)[start - first : stop - first]
+        values = self._values(codes)
         first, last = start // high, -(-stop // high)
         scale = scale[first:last].float() * self.factor
         zero = None if zero is None else zero[first:last].float()
@@ -154,14 +160,34 @@ class QuantisedWeight:
         if self.table is not None:  # both values of a byte at once
             byte = torch.arange(256, device=codes.device)
             pairs = torch.stack([self.table[byte & 15], self.table[byte >> 4]], dim=1)
-            values = F.embedding(codes.int(), pairs)
-            if self.halves:
-                values = values.unflatten(1, (-1, self.block[1] // 2)).transpose(2, 3).contiguous()
-            return values.flatten(1)
+            return F.embedding(codes.int(), pairs).flatten(1)
         if codes.dtype == torch.float8_e4m3fn and codes.device.type == "cpu":  # three times as fast as a cast
             bits = codes.view(torch.uint8).to(torch.int32)
             return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).view(torch.float32).mul_(2.0**120)
         return codes.float()
+
+
+# A tile is what one warpgroup multiplies at a time: 64 rows of 32 bytes. The 16 bytes of a thread lie
+# together, in the order of its registers: row 16·w + 8·h + r and byte 16·c + 8·g + 2·q + l are stored by warp
+# w, lane (r, q), and then c, g, h and l. In a byte, a column of the first half of a block is in the low bits,
+# and one of the second half in the high bits.
+_STORED = (4, 8, 4, 2, 2, 2, 2)  # w, r, q, c, g, h, l
+
+
+def _tile(codes: Tensor, wide: int) -> Tensor:
+    """Codes of rows, the even column of a byte in the low bits, as tiles, in the same shape."""
+    blocks = codes.unflatten(-1, (-1, wide // 2))
+    low, high = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).chunk(2, dim=-1)
+    cut = (low | high << 4).reshape(-1, 4, 2, 8, codes.shape[-1] // 32, 2, 2, 4, 2)
+    return cut.permute(0, 4, 1, 3, 7, 5, 6, 2, 8).reshape(codes.shape)
+
+
+def _untile(codes: Tensor, wide: int) -> Tensor:
+    """The inverse of `_tile`, of a matrix."""
+    cut = codes.reshape(-1, codes.shape[-1] // 32, *_STORED).permute(0, 2, 7, 3, 1, 5, 6, 4, 8)
+    blocks = cut.reshape(len(codes), -1, wide // 2)
+    ordered = torch.cat((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+    return ordered[:, 0::2] | ordered[:, 1::2] << 4
 
 
 def united(parts: Sequence[QuantisedWeight | Tensor]) -> QuantisedWeight | None:
@@ -169,7 +195,7 @@ def united(parts: Sequence[QuantisedWeight | Tensor]) -> QuantisedWeight | None:
     first = parts[0]
     if not isinstance(first, QuantisedWeight):
         return None
-    form = lambda w: (w.codes.dtype, w.codes.shape[1:], w.block, w.zero is None, w.factor, w.kind, w.halves)  # noqa: E731
+    form = lambda w: (w.codes.dtype, w.codes.shape[1:], w.block, w.zero is None, w.factor, w.kind, w.tiled)  # noqa: E731
     whole: list[QuantisedWeight] = []
     for part in parts:
         if not isinstance(part, QuantisedWeight) or form(part) != form(first) or part.transposed:
@@ -316,7 +342,7 @@ def _tiles(part: QuantisedWeight | Tensor, dtype: torch.dtype) -> Iterator[tuple
         yield 0, part
         return
     rows, columns = part.shape
-    step = max(1, _TILE // columns)
+    step = max(1, _EXPANDED // columns)
     for start in range(0, rows, step):
         yield start, part.rows(start, min(start + step, rows), dtype)
 

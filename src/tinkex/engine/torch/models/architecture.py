@@ -70,12 +70,6 @@ class Temperature(NamedTuple):
     offset: int = 0
 
 
-# Kernels for delta nets, gated heads, sinks and quantised weights pass their tests in Triton's interpreter,
-# but whole models have not passed on a GPU yet (tests/engine/test_cuda_hybrids.py, test_cuda_packed.py).
-# Until they have, such models run in plain torch there.
-UNPROVEN = False
-
-
 @dataclass(frozen=True)
 class AttentionConfig:
     """Softmax attention, grouped by kv heads."""

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from tinkex.engine.torch.functions import pack
 from tinkex.engine.torch.hooks import Part, Site, Sites
-from tinkex.engine.torch.models import architecture
 from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.block import Block, Slot, frozen_parameter
 from tinkex.engine.torch.models.projection import Projection
@@ -55,8 +54,8 @@ class DecoderWeights(Block):
 
     @property
     def kernels_serve(self) -> bool:
-        """Whether kernels that read the weights themselves compute it on a GPU, and were shown to."""
-        return self.config.kernels_serve if architecture.UNPROVEN else self.uniform
+        """Whether kernels that read the weights themselves compute it on a GPU."""
+        return self.config.kernels_serve
 
     def quantise(self, dtype: torch.dtype) -> None:
         for block in self._blocks():
