@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tinkex.cli.model_options import read_placement, split_options
+from tinkex.cli.model_options import read_model_options, split_options
 from tinkex.cli.serve import serve
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -57,7 +57,7 @@ def test_options_and_models_are_those_that_the_server_reads(file: Path):
     assert used <= options
     for spec in re.findall(r"Qwen/Qwen3-8B[^\s'\"]*", text):
         _, given = split_options(spec)
-        assert read_placement(spec, given, "auto") is not None
+        assert read_model_options(spec, given, "auto")[1] is not None
 
 
 def test_every_cluster_on_a_network_has_a_token():

@@ -50,11 +50,13 @@ KINDS = [
     "torch",
     pytest.param("hybrid", marks=pytest.mark.slow),
     pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("tensor", marks=pytest.mark.slow),
     pytest.param("cluster", marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]),
     pytest.param(
         "data", marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]
     ),  # two processes of a trainer
 ]
+_PLACES = ("torch", "cuda", "tensor", "cluster", "data")
 _TORCH, _HYBRID = "llama3", "qwen3_5"  # the families of those kinds
 _OTHERS = (FAMILIES | MORE | HYBRIDS | SEEING | EXPERTS | UNKNOWN).keys() - {_TORCH, _HYBRID}
 # On a test that depends on the model itself: it also runs on every other family that we load.
@@ -89,9 +91,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         placement = Placement(request.getfixturevalue("ray_nodes").address, samplers=2, max_samplers=2)
     if request.param == "data":
         placement = Placement(request.getfixturevalue("ray_nodes").address, data=2)
-    family = {"torch": _TORCH, "cluster": _TORCH, "data": _TORCH, "cuda": _TORCH, "hybrid": _HYBRID}.get(
-        request.param, request.param
-    )
+    family = {"hybrid": _HYBRID}.get(request.param, _TORCH if request.param in _PLACES else request.param)
     path = tiny_model(tmp_path_factory.mktemp("model"), family, max_position_embeddings=256)
     device = "cuda" if request.param == "cuda" else "cpu"
     return EngineConfig(
@@ -103,6 +103,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         name="m/tiny",
         tokenizer=tokenizer,
         placement=placement,
+        tensor=2 if request.param == "tensor" else 1,
     )
 
 

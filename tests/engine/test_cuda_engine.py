@@ -275,8 +275,8 @@ def test_prompts_read_by_captured_steps_score_as_in_fp32(decoder: Decoder, exact
             if response.prompt_logprobs_np is not None:
                 wanted = trained_logprobs(exact, ids[:1], ids[1:].tolist(), adapter)
                 assert np.abs(response.prompt_logprobs_np[1:] - wanted).mean() < 0.08, (turn, seed)
-    assert batch._prefill is not None
-    assert batch._prefill.replayed > 5
+    assert batch._runner._prefill is not None
+    assert batch._runner._prefill.replayed > 5
     assert pages == 200 or batch.preemptions > 0
 
 

@@ -115,8 +115,8 @@ def test_sampled_logprobs_are_those_of_fp32(decoder: Decoder, exact: Decoder) ->
     scores.check()
     assert batch._pipeline is not None
     assert batch._pipeline._launched > 20
-    assert batch._prefill is not None
-    assert batch._prefill.replayed > 0
+    assert batch._runner._prefill is not None
+    assert batch._runner._prefill.replayed > 0
 
 
 def test_a_snapshot_of_a_step_in_flight_is_that_of_its_tokens(decoder: Decoder, exact: Decoder) -> None:

@@ -1,4 +1,4 @@
-"""What follows a model in `--model NAME=PLACE,trainers=M,data=D,…`: where its engine's parts run."""
+"""What follows a model in `--model NAME=PLACE,tensor=K,trainers=M,data=D,…`: where its parts run."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ def _range(text: str) -> tuple[int, int]:
     return bounds
 
 
+def _ranks(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 16:
+        raise ValueError("a whole number from 1 to 16")
+    return int(text)
+
+
 def _gpus(text: str) -> float:
     try:
         gpus = float(text)
@@ -53,12 +59,12 @@ def _gpus(text: str) -> float:
 
 
 _READ: dict[str, Callable[[str], Any]] = {
-    "trainers": _whole, "data": _whole, "samplers": _range, "gpus": _gpus
+    "tensor": _ranks, "trainers": _whole, "data": _whole, "samplers": _range, "gpus": _gpus
 }  # fmt: skip
 
 
-def read_placement(spec: str, options: Mapping[str, str], cluster: str) -> Placement | None:
-    """Where a model runs on a cluster, by its options; None without a cluster."""
+def read_model_options(spec: str, options: Mapping[str, str], cluster: str) -> tuple[int, Placement | None]:
+    """Over how many GPUs a model is, and where it runs on a cluster; None without one."""
     from tinkex.engine.protocol import Placement
 
     values: dict[str, Any] = {}
@@ -71,11 +77,18 @@ def read_placement(spec: str, options: Mapping[str, str], cluster: str) -> Place
             values[name] = _READ[name](text)
         except ValueError as error:
             raise InvalidInputError(f"--model {spec!r}: {name}={text} must be {error}") from None
+    tensor = values.pop("tensor", 1)
     if not cluster:
         if values:
             raise InvalidInputError(
                 f"--model {spec!r}: {next(iter(values))}= needs --cluster auto or an address"
             )
-        return None
+        return tensor, None
+    if tensor > 1 and values.get("data", 1) > 1:
+        raise InvalidInputError(f"--model {spec!r}: data= and tensor= do not go together yet; leave one out")
+    if tensor > 1 and 0 < (gpus := values.get("gpus", 0)) != tensor:
+        raise InvalidInputError(
+            f"--model {spec!r}: tensor={tensor} needs gpus={tensor}, and gpus is {gpus:g}"
+        )
     least, most = values.pop("samplers", (1, 1))
-    return Placement(cluster, samplers=least, max_samplers=most, **values)
+    return tensor, Placement(cluster, samplers=least, max_samplers=most, **values)

@@ -161,6 +161,7 @@ def _lines(name: str, sizes: ModelSizes, found: ClusterPlan, gpus: int, runs: in
     yield "Training", f"about {found.trained:,.0f} tokens/s in all"
     length = min(_LENGTH, sizes.facts.context)
     yield "Sampling", f"about {found.decoded:,.0f} tokens/s in all, at {length} tokens a sequence"
-    placed = f",trainers={found.trainers},samplers={found.samplers},gpus={found.tensor}"
-    command = f"--model {name}" if together else f"--cluster auto --model {name}{placed}"
+    split = f",tensor={found.tensor}" if found.tensor > 1 else ""
+    placed = f"{split},trainers={found.trainers},samplers={found.samplers},gpus={found.tensor}"
+    command = f"--model {name}{split}" if together else f"--cluster auto --model {name}{placed}"
     yield "Start", f"tinkex serve {command}"

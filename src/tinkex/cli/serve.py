@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.cli.model_options import read_placement, split_options
+from tinkex.cli.model_options import read_model_options, split_options
 from tinkex.cli.output import Finite, Whole, format_option, note, plural, show
 from tinkex.config import Settings, normalize_url
 from tinkex.errors import InvalidInputError
@@ -49,7 +49,8 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.option(
     "--model", "models", multiple=True, metavar="[NAME=]PLACE[,OPTION=N…]",
     help="A base model: a Hugging Face directory, a GGUF file or a hub id, and the name that clients use; "
-    "may be repeated. On a cluster: trainers=M, data=D processes of each, samplers=N or N-M, gpus=K.  "
+    "may be repeated. tensor=K: over K GPUs. On a cluster: trainers=M, data=D processes of each, "
+    "samplers=N or N-M, gpus=K.  "
     f"[default: {DEFAULT}]",
 )  # fmt: skip
 @click.option(
@@ -175,6 +176,7 @@ def serve(
     tinkex serve                                            the default model
     tinkex serve --model Qwen/Qwen3-0.6B                    one from the hub
     tinkex serve --model small=./small.gguf --model big=/models/big
+    tinkex serve --model big=/models/big,tensor=4           over four GPUs
     tinkex serve --cluster auto --model big=/models/big,trainers=2,samplers=1-6
 
     The lines that a client needs are printed once models are loaded. Without an API key only this machine can
@@ -198,7 +200,7 @@ def serve(
     place = (home or settings.home).expanduser().resolve()
     quota = read_size(disk_quota) if disk_quota else None
     options = dict(split_options(spec) for spec in models or (DEFAULT,))
-    placements = read_placements(options, cluster)
+    tensor, placements = read_placements(options, cluster)
     if cluster:
         _join_cluster(cluster)
     given = (engine, device, dtype, max_context, quantize)
@@ -211,6 +213,7 @@ def serve(
         models=read_models(tuple(options), any_place=engine == "fake"),
         placements=placements,
         engine=kind,
+        tensor=tensor,
         durability=durability,  # type: ignore[arg-type]
         preload=preload,
         offline=settings.offline,
@@ -233,10 +236,15 @@ def serve(
     run(config, click.echo)
 
 
-def read_placements(options: dict[str, dict[str, str]], cluster: str) -> dict[str, Placement]:
-    """Where each model runs, by name; none without a cluster."""
-    found = {spec.partition("=")[0]: read_placement(spec, given, cluster) for spec, given in options.items()}
-    return {name: placement for name, placement in found.items() if placement is not None}
+def read_placements(
+    options: dict[str, dict[str, str]], cluster: str
+) -> tuple[dict[str, int], dict[str, Placement]]:
+    """By the names of models: those over several GPUs, and where they run; nowhere else without a cluster."""
+    found = {
+        spec.partition("=")[0]: read_model_options(spec, given, cluster) for spec, given in options.items()
+    }
+    tensor = {name: ranks for name, (ranks, _) in found.items() if ranks > 1}
+    return tensor, {name: placement for name, (_, placement) in found.items() if placement is not None}
 
 
 def _join_cluster(address: str) -> None:

@@ -310,7 +310,7 @@ class Placement:
     data: int = 1  # processes of each trainer: they share the datums of every pass
     samplers: int = 1  # at least
     max_samplers: int = 1  # at most: between the two, as many as keep requests from waiting
-    gpus: float | None = None  # of each trainer and sampler; None: one, if the cluster has any
+    gpus: float | None = None  # of each trainer and sampler; None: one for each rank, if there are any
 
 
 @dataclass(frozen=True)
@@ -333,6 +333,7 @@ class EngineConfig:
     tokenizer: str | None = None  # a directory with tokenizer.json, for `SampleWork.stop_bytes`
     role: Literal["both", "trainer", "sampler"] = "both"  # what its memory is planned for
     placement: Placement | None = None  # None: in this process
+    tensor: int = 1  # GPUs of one machine that each have a part of the model, or as many CPU processes
     warm_up: bool = False  # on CUDA: compile kernels and capture steps when it is built (`engine.warm_up`)
 
 

@@ -23,6 +23,7 @@ class ServiceConfig:
     any_path: bool = False  # a base model may also be named by its path: for embedded mode only
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model=""))  # `model` is filled in
     placements: Mapping[str, Placement] = field(default_factory=dict[str, Placement])  # models on a cluster
+    tensor: Mapping[str, int] = field(default_factory=dict[str, int])  # models that are over several GPUs
     preload: bool = False  # load every model at start, instead of on first use
     offline: bool = False  # never ask a hub for a model or tokenizer
 

@@ -82,7 +82,7 @@ class ServedModel:
         # Adapters name their base model by its hub id; PEFT can load that, or the model's path.
         self._config = replace(
             self._service.engine, model=self.source, name=models.hub_name(self.name),
-            placement=self._service.placements.get(self.name),
+            placement=self._service.placements.get(self.name), tensor=self._service.tensor.get(self.name, 1),
         )  # fmt: skip
         # Those that runs are on: itself, or as many as the engine has trainers, each lost on its own.
         self.trainers: list[ServedModel] = [self]

@@ -258,7 +258,7 @@ def _checked(placement: Placement) -> Placement:
 def _share(config: EngineConfig, placement: Placement) -> dict[str, float]:
     """What each actor takes of the cluster."""
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0 and config.kind != "fake" and config.device != "cpu"
-    gpus = placement.gpus if placement.gpus is not None else float(has_gpus)
+    gpus = placement.gpus if placement.gpus is not None else float(has_gpus) * config.tensor
     # On CPUs, engines adjust their threads to the load of the machine themselves.
     return {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 0.1}
 

@@ -47,14 +47,25 @@ class BaseIdentity:
 
     @classmethod
     def of(cls, decoder: Decoder, name: str) -> BaseIdentity:
-        """The fingerprint hashes the shape and the first numbers of every weight, in bfloat16."""
-        sums = []
-        for key, weight in sorted(decoder.weights().items()):
-            head = weight.reshape(-1, weight.shape[-1])[0, :16].to(torch.bfloat16).view(torch.int16)
-            sums.append(f"{key} {list(weight.shape)} {head.tolist()}")
-        for key, (matrix, index) in sorted(decoder.slots().items()):
-            sums.append(f"{key} {list(matrix.part_shape(index))} {matrix.head(index).tolist()}")
-        return cls(name, f"{decoder.config.arch}-{zlib.crc32(chr(10).join(sums).encode()):08x}")
+        weights = {
+            key: (weight.shape, weight.reshape(-1, weight.shape[-1])[0, :16])
+            for key, weight in decoder.weights().items()
+        }
+        slots = {key: (matrix.part_shape(i), matrix.head(i)) for key, (matrix, i) in decoder.slots().items()}
+        return cls(name, fingerprint(decoder.config.arch, weights, slots))
+
+
+Heads = Mapping[str, tuple[Sequence[int], Tensor]]  # by name: shapes, and the first 16 numbers
+
+
+def fingerprint(arch: str, weights: Heads, quantised: Heads) -> str:
+    """A hash of the shape and the first numbers of every weight, in bfloat16."""
+    sums = []
+    for key, (shape, head) in sorted(weights.items()):
+        sums.append(f"{key} {list(shape)} {head.to(torch.bfloat16).view(torch.int16).tolist()}")
+    for key, (shape, head) in sorted(quantised.items()):
+        sums.append(f"{key} {list(shape)} {head.tolist()}")
+    return f"{arch}-{zlib.crc32(chr(10).join(sums).encode()):08x}"
 
 
 def save_adapter(
@@ -150,8 +161,9 @@ def verify(directory: Path, names: Sequence[str]) -> None:
 
 
 def load_adapter(
-    directory: Path, decoder: Decoder, base: BaseIdentity, *, optimizer: bool = False
-) -> Adapter:
+    directory: Path, decoder: Decoder, base: BaseIdentity, *, optimizer: bool = False,
+    device: torch.device | None = None,
+) -> Adapter:  # fmt: skip
     """The adapter that a directory holds, for `decoder` and on its device: ours, or any of PEFT's."""
     files = weight_files(directory)
     verify(directory, (*files, CONFIG, FACTS, *([OPTIMIZER] if optimizer else [])))
@@ -169,7 +181,8 @@ def load_adapter(
     else:
         lora, tensors = as_ours(directory, _read_json(directory / CONFIG), tensors, decoder)
     shared = not any(".experts." in name and min(_counts(tensors, name)) > 1 for name in tensors)
-    adapter = Adapter(lora, lay_out(decoder.sites(), lora, shared=shared), decoder.unembed_weight.device)
+    device = device or decoder.unembed_weight.device
+    adapter = Adapter(lora, lay_out(decoder.sites(), lora, shared=shared), device)
     _fill(adapter, adapter.flat, tensors, weights)
     if optimizer:
         _load_optimizer(adapter, directory, facts)

@@ -29,7 +29,7 @@ from tinkex.engine.torch.engine_thread import settle
 from tinkex.engine.torch.images import PlacedImage, feature_rows, page_extras, spans_of, whole_chunk
 from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan, chain
 from tinkex.engine.torch.models.decoder import Decoder
-from tinkex.engine.torch.next_tokens import TorchRows, draw_next
+from tinkex.engine.torch.next_tokens import Choice, TorchRows, draw_next
 from tinkex.engine.torch.sequences import (
     Landed,
     Listener,
@@ -37,9 +37,9 @@ from tinkex.engine.torch.sequences import (
     RunningRequest,
     RunningSequence,
     Top,
-    lora_of,
 )
 from tinkex.engine.torch.states import GRID, StatePool, snapshot_after
+from tinkex.engine.torch.step_runner import StepRunner
 from tinkex.engine.torch.upload import to_device
 from tinkex.types.outputs import SampleResponse
 
@@ -80,10 +80,12 @@ class ContinuousBatch:
         prefill: PrefillSteps | None = None,
         probe: Callable[[], None] = lambda: None,
         states: StatePool | None = None,
+        runner: StepRunner | None = None,
     ) -> None:
         """`probe`, called when a step has failed, raises if the device is lost. Hybrids have `states`."""
         self.decoder, self.cache, self.limits, self.states = decoder, cache, limits, states
-        self._pipeline, self._compiled, self._prefill, self._probe = pipeline, compiled, prefill, probe
+        self._pipeline, self._compiled, self._probe = pipeline, compiled, probe
+        self._runner = runner or StepRunner(decoder, cache, states, prefill)
         self.waiting: deque[RunningSequence] = deque()
         self.running: list[RunningSequence] = []
         self.preemptions = 0
@@ -322,23 +324,10 @@ class ContinuousBatch:
     def _forward(self, plan: Plan) -> Tensor:
         pieces = [TokenSpan(s.pages, s.computed, count, s.request.spans) for s, count in plan]
         tokens = np.concatenate([s.ids(s.computed, s.computed + count) for s, count in plan])
-        decoder = self.decoder
-        lora = lora_of(decoder.backend, [sequence for sequence, _ in plan], [count for _, count in plan])
         images = feature_rows(((s.request.images, s.computed, count) for s, count in plan), self._device)
         slots = [sequence.slot for sequence, _ in plan if sequence.slot is not None]
-        h_TD = None
-        if self._prefill is not None and images is None:
-            h_TD = self._prefill(tokens, pieces, lora, slots)
-        if h_TD is None:
-            positions = np.concatenate([np.arange(p.start, p.start + p.new) for p in pieces])
-            min_split_keys = 0 if self._prefill is None else self._prefill.min_split_keys
-            windows = decoder.config.windows
-            attend = decoder.backend.paged_attend(self.cache, pieces, windows, min_split_keys)
-            read = (to_device(ids, self._device) for ids in (tokens.astype(np.int64), positions))
-            states = ()
-            if self.states is not None:
-                states = decoder.backend.slot_states(self.states, slots, [count for _, count in plan])
-            h_TD = decoder(*read, attend, lora, states=states, images=images)
+        adapters = [sequence.request.adapter for sequence, _ in plan]
+        h_TD = self._runner.forward(tokens, pieces, adapters, slots, images)
         for sequence, count in plan:
             self._computed(sequence, count)
         return h_TD
@@ -377,10 +366,10 @@ class ContinuousBatch:
             stop = min(prompt, sequence.computed + 1)
             while scores.next < stop:
                 rows = min(self._at_once, stop - scores.next)
-                first, backend = start + scores.next - 1 - offset, self.decoder.backend
-                lora = lora_of(backend, [sequence], [rows])
-                logits_NV = self.decoder.logits(h_TD[first : first + rows], lora)
-                scores.add(TorchRows(logits_NV, self.decoder.config.vocab_size, backend), rows)
+                first = start + scores.next - 1 - offset
+                some, adapters = slice(first, first + rows), [sequence.request.adapter]
+                logits_NV = self._runner.logits(h_TD, some, adapters, [rows])
+                scores.add(TorchRows(logits_NV, self.decoder.config.vocab_size, self.decoder.backend), rows)
 
     @torch.inference_mode()
     def _draw(self, plan: Plan, h_TD: Tensor) -> None:
@@ -392,12 +381,22 @@ class ContinuousBatch:
             if sequence.computed == sequence.length:
                 ready += [(sequence, row), *((fork, row) for fork in self._fork(sequence))]
         for part in self._bounded(ready):
+            if self._runner.draws and all(sequence.request.draws_plainly for sequence, _ in part):
+                self._draw_by_runner(part, h_TD)
+                continue
             rows, first, inverse = np.unique([row for _, row in part], return_index=True, return_inverse=True)
-            lora = lora_of(self.decoder.backend, [part[i][0] for i in first], [1] * len(rows))
-            logits_NV = self.decoder.logits(h_TD[to_device(rows, self._device)], lora)
+            adapters = [part[i][0].request.adapter for i in first]
+            logits_NV = self._runner.logits(h_TD, rows, adapters, [1] * len(rows))
             if len(rows) < len(part):
                 logits_NV = logits_NV[to_device(inverse, self._device)]
             self._draw_rows([s for s, _ in part], logits_NV)
+
+    def _draw_by_runner(self, part: list[tuple[RunningSequence, int]], h_TD: Tensor) -> None:
+        sequences, rows = [s for s, _ in part], np.array([row for _, row in part])
+        choice = Choice.of(sequences)
+        drawn = self._runner.draw(h_TD, rows, [s.request.adapter for s in sequences], choice)
+        for sequence, token, logprob in zip(sequences, *drawn, strict=True):
+            self._append(sequence, token, logprob, None)
 
     def _draw_rows(self, sequences: list[RunningSequence], logits_NV: Tensor) -> None:
         vocab, backend = self.decoder.config.vocab_size, self.decoder.backend

@@ -5,10 +5,11 @@ Builds the parts and plans the memory. Knows neither the arithmetic nor how requ
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +18,7 @@ from tinkex.engine.protocol import (
     Command,
     EngineConfig,
     EngineError,
+    EngineLost,
     Heartbeat,
     ModelInfo,
     SaveAdapter,
@@ -39,6 +41,9 @@ from tinkex.engine.torch.trainer import SUPPORTED_LOSSES, TorchTrainer
 from tinkex.engine.warm_up import WarmUp, warm_up
 from tinkex.errors import InvalidInputError
 
+if TYPE_CHECKING:
+    from tinkex.engine.torch.tensor_parallel.ranks import Ranks
+
 log = logging.getLogger("tinkex")
 _CHUNK_FLOPS = 1.2e14  # of one prefill chunk on a GPU: about 0.2 s
 _PACKED_SHARE = 0.25  # of the free memory after loading, for a second copy of the weights
@@ -47,52 +52,71 @@ _KV_SHARE_ALONE = 0.6  # of an engine that does not train
 
 
 class TorchEngine:
-    """An engine on the CPU or on one CUDA device."""
+    """An engine on the CPU or on CUDA devices."""
 
-    def __init__(self, config: EngineConfig, decoder: Decoder | None = None) -> None:
-        """`decoder` is used instead of loading the model that `config` names."""
+    def __init__(
+        self, config: EngineConfig, decoder: Decoder | None = None, ranks: Ranks | None = None
+    ) -> None:
+        """`decoder` is used instead of loading the model that `config` names; `ranks` are its parts'."""
+        self._ranks = ranks if ranks is not None or config.tensor == 1 else start_ranks(config)
         try:
             apart(lambda: self._build(config, decoder))
-        except InvalidInputError as error:  # of the model's files
-            raise user_error(str(error)) from error
+        except BaseException as error:
+            if self._ranks is not None:
+                self._ranks.close()
+            if isinstance(error, InvalidInputError):  # of the model's files
+                raise user_error(str(error)) from error
+            raise
         if config.warm_up and choose_device(config)[0].type == "cuda":
             self._warm_up(config)
 
     def _build(self, config: EngineConfig, decoder: Decoder | None) -> None:
         device, dtype = choose_device(config)
+        ranks = self._ranks
+        if ranks is not None:
+            decoder = ranks.load(config, device, dtype)
         decoder = decoder or load_decoder(config.model, device, dtype, config.quantize)
-        suited = {"kernels": decoder.kernels_serve, "deterministic": config.deterministic}
-        decoder = decoder.with_backend(choose_backend(device, dtype, **suited))
+        if ranks is None:  # a rank has the backend that its part was loaded for
+            suited = {"kernels": decoder.kernels_serve, "deterministic": config.deterministic}
+            decoder = decoder.with_backend(choose_backend(device, dtype, **suited))
         if config.deterministic and device.type == "cuda":
             check_deterministic(decoder)
         room = memory.free_bytes(device) * _PACKED_SHARE
-        compiled = decoder.backend.compiled_step(decoder, room)
+        compiled = decoder.backend.compiled_step(decoder, room) if ranks is None else None
         if compiled is None:
             decoder.pack(room)
         context = min(config.max_context or decoder.config.max_context, decoder.config.max_context)
-        self._memory = plan_memory(config, decoder, context)
+        free = memory.free_bytes(device)
+        self._memory = plan_memory(config, decoder, context, free if ranks is None else ranks.free(free))
         self._memory["weights"] += compiled.nbytes if compiled else 0
         shape = decoder.config
         pages = self._memory["kv"] // page_bytes(shape.kv_shapes, dtype)
-        cache = KVCache(shape.kv_shapes, pages, device, dtype, clears=decoder.backend.clears_pages)
-        states = None
-        if shape.state_shapes:
-            slots = self._memory["states"] // slot_bytes(shape.state_shapes)
-            states = StatePool(shape.state_shapes, slots, device)
+        slots = self._memory["states"] // slot_bytes(shape.state_shapes) if shape.state_shapes else 0
         limits = StepLimits(context, config.max_batch, **_large_steps(decoder))
-        pipeline, prefill = decoder.backend.captured_steps(decoder, cache, limits, states)
         lost = lambda: probe(device)  # noqa: E731
-        self._batch = ContinuousBatch(decoder, cache, limits, pipeline, compiled, prefill, lost, states)
+        if ranks is None:
+            cache = KVCache(shape.kv_shapes, pages, device, dtype, clears=decoder.backend.clears_pages)
+            states = StatePool(shape.state_shapes, slots, device) if slots else None
+            pipeline, prefill = decoder.backend.captured_steps(decoder, cache, limits, states)
+            self._batch = ContinuousBatch(decoder, cache, limits, pipeline, compiled, prefill, lost, states)
+        else:
+            lost = ranks.check
+            self._batch = ranks.batch(decoder, pages, slots, limits)
         # Sums depend on the number of threads, so a deterministic engine keeps it fixed.
         threads = config.threads or (usable_cores() if config.deterministic else None)
+        if ranks is not None:  # ranks on a CPU share its cores
+            threads = config.threads or max(1, usable_cores() // config.tensor)
         bounds = {"max_context": context, "max_pass_tokens": config.max_pass_tokens}
         share_from = 0 if config.deterministic else SHARED
-        self._trainer = TorchTrainer(
+        make = TorchTrainer if ranks is None else ranks.trainer
+        self._trainer = make(
             decoder, config.name or config.model, **bounds, share_from=share_from,
             stopping=lambda: self._thread.trouble, rest=lambda: self._thread.rest(),
         )  # fmt: skip
         self._published: dict[str, PublishedAdapter] = {}
         self._thread = EngineThread(self._batch, lambda: ComputeThreads(threads).adjust, lost, self._stats)
+        if ranks is not None:
+            ranks.watch(self._lose)
         self.trainer = QueuedTrainer(self._thread, self._trainer)
         table = TokenTable(config)
         self._grammars = Grammars(config, table, shape.vocab_size, shape.eos_ids)
@@ -104,7 +128,7 @@ class TorchEngine:
             vocab_size=shape.vocab_size,
             max_context=context,
             eos_ids=shape.eos_ids,
-            parameters=decoder.parameter_count,
+            parameters=(decoder if ranks is None else ranks.plan.whole).parameter_count,
             layers=shape.layers,
             losses=SUPPORTED_LOSSES,
             fingerprint=self._trainer.base.fingerprint,
@@ -118,6 +142,15 @@ class TorchEngine:
             self.close()
             raise
         log.info("kernels are compiled and steps captured (%.0f s)", seconds)
+
+    def _lose(self, why: str) -> None:
+        """A rank is lost: the thread fails, finds that nothing can go on, and ends."""
+
+        def fail() -> None:
+            raise RuntimeError(why)
+
+        with contextlib.suppress(EngineLost):
+            self._thread.post(fail)
 
     def heartbeat(self) -> Heartbeat:
         trouble = self._thread.trouble
@@ -142,6 +175,18 @@ class TorchEngine:
         self._thread.close()
         self.trainer.close()
         self._grammars.close()
+        if self._ranks is not None:
+            self._ranks.close()
+
+
+def start_ranks(config: EngineConfig) -> Ranks:
+    from tinkex.engine.torch.tensor_parallel.ranks import Ranks
+    from tinkex.engine.torch.tensor_parallel.team import ProcessTeam
+
+    device, _ = choose_device(config)
+    if device.type == "cuda" and (device.index or 0) + config.tensor > (count := torch.cuda.device_count()):
+        raise user_error(f"tensor={config.tensor} needs as many GPUs, and this machine has {count}")
+    return Ranks(ProcessTeam(config, device))
 
 
 def probe(device: torch.device) -> None:
@@ -181,6 +226,8 @@ def check_deterministic(decoder: Decoder) -> None:
         problem = f"the sizes of {odd[0]} are not multiples of 8"
     elif shape.state_shapes:
         problem = f"{shape.arch} has recurrent layers"
+    elif decoder.shards is not None:
+        problem = "this one is on several GPUs"
     elif not shape.kernels_serve:
         problem = f"no kernels suit {shape.arch}"
     elif not decoder.backend.invariant:
@@ -189,13 +236,13 @@ def check_deterministic(decoder: Decoder) -> None:
         raise user_error(f"deterministic on CUDA is for dense models in bfloat16, and {problem}")
 
 
-def plan_memory(config: EngineConfig, decoder: Decoder, context: int) -> dict[str, int]:
-    """Bytes for each use, from the memory that is free after loading the weights.
+def plan_memory(config: EngineConfig, decoder: Decoder, context: int, room: float) -> dict[str, int]:
+    """Bytes for each use, from the `room` that is free after loading the weights.
 
     KV pages for one full context at least, and never more than `max_batch` of them.
     """
     shape, weight = decoder.config, decoder.unembed_weight
-    free = int(memory.free_bytes(weight.device))
+    free = int(room)
     page = page_bytes(shape.kv_shapes, weight.dtype)
     one = -(-context // PAGE)
     # An engine that only samples needs no room for passes, and one that only trains no KV pages.

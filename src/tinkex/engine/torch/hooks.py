@@ -15,6 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tinkex.engine.torch.backend import Backend
     from tinkex.engine.torch.states import StateGroup
+    from tinkex.engine.torch.tensor_parallel.shards import Shards
 
 Norms = tuple[Tensor, Tensor]  # the weights [C] of q's and of k's head norm
 
@@ -111,4 +112,5 @@ class ForwardContext(NamedTuple):
     positions: Tensor | None = None  # of the tokens; None where only angles are known, of a uniform model
     states: Sequence[StateGroup] = ()  # of models with recurrent layers
     layer_inputs: Tensor | None = None  # [T, L, P] of `per_layer.LayerInputs`
+    shards: Shards | None = None  # of a decoder that is one rank's
     chosen: dict[int, Tensor] | None = None  # experts [T, K] by layer: a recomputed layer takes the same

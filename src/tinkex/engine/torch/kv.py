@@ -139,11 +139,14 @@ class KVCache:
         taken = self.pages.take(n)
         if self._clears and taken:
             if stale := self._used.intersection(taken):
-                at = torch.tensor(sorted(stale), device=self.device)
-                for pool in self._pools:
-                    pool[:, at] = 0.0
+                self.clear(sorted(stale))
             self._used.update(taken)
         return taken
+
+    def clear(self, pages: list[int]) -> None:
+        at = torch.tensor(pages, device=self.device)
+        for pool in self._pools:
+            pool[:, at] = 0.0
 
     def write(self, layer: int, slots_T: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> None:
         given = ((self._k, k_TGC), (self._v, v_TGC))

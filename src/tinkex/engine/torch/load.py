@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,17 +25,22 @@ from tinkex.engine.torch.quantised import SCHEMES, QuantisedWeight
 from tinkex.engine.torch.quantised_files import QuantisedFiles, check_scheme, quantisation
 from tinkex.errors import InvalidInputError
 
+if TYPE_CHECKING:
+    from tinkex.engine.torch.tensor_parallel.sharding import LoadedPart
+
 
 def load_decoder(
     path: str | Path,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     quantize: str = "none",
+    part: LoadedPart | None = None,
 ) -> Decoder:
     """A Hugging Face directory or a GGUF file as a decoder, with the fastest backend there is for it.
 
     `quantize` is how the matrices of its layers are kept: "none" (in `dtype`), "nf4", "fp8", "int8", or
-    "file" (as the files hold them).
+    "file" (as the files hold them). With `part` it is one rank's, and never more than a tensor of the whole
+    model is in memory.
 
     >>> decoder = load_decoder("models/Qwen3-0.6B", "cuda", torch.bfloat16)
     """
@@ -46,17 +51,21 @@ def load_decoder(
         from tinkex.engine.torch.gguf import GgufModel
 
         model = GgufModel(path)
-        return fill(model.config(), model.tensors(), device, dtype, source=path, quantize=quantize)
+        return fill(model.config(), model.tensors(), device, dtype, source=path, quantize=quantize, part=part)
     if not path.is_dir():
         found = "is not a .gguf file" if path.exists() else "does not exist"
         raise InvalidInputError(f"{path} {found}; a model is a Hugging Face directory or a .gguf file")
     if (fields := read_fields(path)).get("model_type") not in FAMILIES:
         from tinkex.engine.torch.models.transformers_model import load_transformers
 
+        if part is not None:
+            raise InvalidInputError(
+                f"{fields.get('model_type')} is computed by transformers, on one GPU; leave out tensor="
+            )
         backend = choose_backend(device, dtype, kernels=False)
         return load_transformers(path, fields, tokenizer_size(path), device, dtype, quantize, backend)
     tensors = read_tensors(path, expand=quantize != "file")
-    return fill(read_config(path), tensors, device, dtype, source=path, quantize=quantize)
+    return fill(read_config(path), tensors, device, dtype, source=path, quantize=quantize, part=part)
 
 
 def fill(
@@ -67,9 +76,11 @@ def fill(
     *,
     source: Path,
     quantize: str = "none",
+    part: LoadedPart | None = None,
 ) -> Decoder:
     """A decoder of `config` with every weight copied from `tensors`; `source` is for messages."""
-    decoder = empty_decoder(config, device, dtype, quantised=quantize != "none")
+    make = empty_decoder if part is None else part.empty_decoder
+    decoder = make(config, device, dtype, quantised=quantize != "none")
     places, slots, unexpected = decoder.weights(), decoder.slots(), []
     for stored, name, tensor in our_weights(config, tensors):
         place, slot = places.pop(name, None), slots.pop(name, None)
@@ -80,11 +91,14 @@ def fill(
                 unexpected.append(name)
             continue
         shape = slot[0].part_shape(slot[1]) if slot is not None else place.shape  # type: ignore[union-attr]
+        shape = shape if part is None else part.shape(name)
         if shape != tensor.shape:
             raise InvalidInputError(
                 f"{source}: {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
             )
-        if slot is not None:
+        if part is not None:
+            part.put(name, tensor, place if slot is None else slot, quantize, torch.device(device), dtype)
+        elif slot is not None:
             slot[0].put(slot[1], tensor, quantize, torch.device(device))
         elif place is not None:
             place.copy_(tensor if isinstance(tensor, Tensor) else tensor.expand())

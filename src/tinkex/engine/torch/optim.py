@@ -7,6 +7,7 @@ finite is refused. The kernel itself skips a refused step, so the device never w
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,13 +25,18 @@ _TINY = 1e-37  # with eps 0, a parameter that never had a gradient would become 
 
 
 @torch.no_grad()
-def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
-    """Update `adapter` from its gradients and clear them; returns the step's metrics."""
+def adamw_step(
+    adapter: Adapter, params: AdamParams, norm_of: Callable[[Tensor], Tensor] | None = None
+) -> dict[str, float]:
+    """Update `adapter` from its gradients and clear them; returns the step's metrics.
+
+    `norm_of`: the norm of the gradient, where `adapter` is a part of one.
+    """
     grad = adapter.take_grad()
     if grad is None:
         return _metrics(adapter, params, grad_norm=0.0, skipped=1.0)
-    norm, shrink, refused = _apply(adapter, grad, params, _global_norm(grad)).tolist()
-    if math.isinf(norm):  # squares may overflow in fp32 where the numbers themselves do not: once more
+    norm, shrink, refused = _apply(adapter, grad, params, (norm_of or _global_norm)(grad)).tolist()
+    if math.isinf(norm) and norm_of is None:  # squares may overflow in fp32 where the numbers do not
         in_double = torch.linalg.vector_norm(grad, dtype=torch.float64)
         norm, shrink, refused = _apply(adapter, grad, params, in_double).tolist()
     if refused:

@@ -105,6 +105,27 @@ class QuantisedWeight:
         scale = self.scale[..., of_scale, :]
         return replace(self, codes=self.codes[..., rows, :], scale=scale, zero=zero)
 
+    def columns(self, some: slice) -> QuantisedWeight | Tensor:
+        """These columns, one after the other; expanded if their blocks would be torn."""
+        wide, (start, stop, _) = self.block[1], some.indices(self._stored[-1])
+        if (start, stop) == (0, self._stored[-1]) and not self.transposed:
+            return self
+        whole_blocks = wide >= self._stored[-1] or not (start % wide or stop % wide)
+        if (
+            self.transposed
+            or not whole_blocks
+            or self.halves
+            or (self.table is not None and start % 2 + stop % 2)
+        ):
+            return self.expand()[..., some]
+        packed = 1 if self.table is None else 2
+        codes = self.codes[..., start // packed : stop // packed]
+        if wide >= self._stored[-1]:
+            return replace(self, codes=codes, block=(self.block[0], stop - start))
+        of_scale = slice(start // wide, stop // wide)
+        zero = None if self.zero is None else self.zero[..., of_scale]
+        return replace(self, codes=codes, scale=self.scale[..., of_scale], zero=zero)
+
     def transpose(self) -> QuantisedWeight:
         """Of every matrix."""
         return replace(self, transposed=not self.transposed)

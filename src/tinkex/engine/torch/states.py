@@ -79,12 +79,12 @@ class StatePool:
         taken = self.slots.take(1)
         if not snapshot:
             for slot in taken or ():
-                self._fill(slot, None)
+                self.copy_state(slot, None)
         elif taken is None:  # nothing but the snapshot is left, so it becomes the sequence's own
             self.slots.release(snapshot)
             taken = self.slots.take(1)
         else:
-            self._fill(taken[0], snapshot[0])
+            self.copy_state(taken[0], snapshot[0])
             self.slots.release(snapshot)
         return taken[0] if taken else None
 
@@ -92,7 +92,7 @@ class StatePool:
         """A slot with a copy of another's state; None: none is free."""
         taken = self.slots.take(1)
         if taken:
-            self._fill(taken[0], slot)
+            self.copy_state(taken[0], slot)
         return taken[0] if taken else None
 
     def remember(self, slot: int, digest: bytes) -> None:
@@ -108,7 +108,8 @@ class StatePool:
     def release(self, slot: int) -> None:
         self.slots.release([slot])
 
-    def _fill(self, target: int, source: int | None) -> None:
+    def copy_state(self, target: int, source: int | None) -> None:
+        """Give a slot another's state, or zeros."""
         for pool in self._pools:
             if source is None:
                 pool[:, target] = 0.0

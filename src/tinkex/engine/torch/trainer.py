@@ -160,6 +160,8 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         self._context = min(max_context or config.max_context, config.max_context)
         self._device, self._itemsize = weight.device, weight.dtype.itemsize
         self._max_pass_tokens, self._recompute = max_pass_tokens, recompute
+        cap, chunk = config.logit_softcap, decoder.backend.logprob_chunk
+        self._chunk: Callable[..., Tensor] = chunk if cap is None else partial(logprob_chunk, softcap=cap)
         memory.keep_pages(config, self._itemsize, self._pass_tokens(), self._device)
 
     @property
@@ -168,15 +170,17 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         return sum(adapter.nbytes for adapter in list(self.adapters.values()))
 
     def _fresh(self, lora: LoraConfig) -> Adapter:
-        sites = self.decoder.sites()
-        size = sum(shape.size for shape in lay_out(sites, lora).values())
+        self._check_room(lora)
+        return Adapter.fresh(lora, self.decoder.sites(), self._device)
+
+    def _check_room(self, lora: LoraConfig) -> None:
+        size = sum(shape.size for shape in lay_out(self.decoder.sites(), lora).values())
         needed, free = 4 * 4 * size, memory.free_bytes(self._device)  # parameters, gradients, two moments
         if needed > free:
             raise user_error(
                 f"an adapter of rank {lora.rank} takes {needed / 2**30:.1f} GiB with its gradients and "
                 f"optimizer state, and {free / 2**30:.1f} GiB are free"
             )
-        return Adapter.fresh(lora, sites, self._device)
 
     def _step(self, adapter: Adapter, params: AdamParams) -> dict[str, float]:
         with shared(4 * adapter.flat.numel(), self._share_from):  # an element is four products' work
@@ -205,13 +209,16 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         if not isinstance(source, AdapterExport):
             assert isinstance(source, str), f"{type(source).__name__} is of another kind of engine"
             return self.load(source)
+        self._check_fingerprint(source)
+        shapes = lay_out(self.decoder.sites(), source.lora, shared=source.shared)
+        return source.on(shapes, self._device)
+
+    def _check_fingerprint(self, source: AdapterExport) -> None:
         if source.fingerprint != self.base.fingerprint:
             raise user_error(
                 f"the adapter was trained on the base model {source.fingerprint}, and this one is "
                 f"{self.base.name!r} ({self.base.fingerprint})"
             )
-        shapes = lay_out(self.decoder.sites(), source.lora, shared=source.shared)
-        return source.on(shapes, self._device)
 
     def _check_loss(self, loss: p.CustomLoss) -> None:
         read_loss_graph(loss)
@@ -273,8 +280,7 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         parts = self._pass_cells(batch)
         vocab = self.decoder.config.vocab_size
         of = (h_TD.detach(), self.decoder.unembed_weight, batch.targets, lora, vocab)
-        compute, cap = self.decoder.backend.logprob_chunk, self.decoder.config.logit_softcap
-        compute = compute if cap is None else partial(logprob_chunk, softcap=cap)
+        compute = self._chunk
         if batch.backward and all(part.loss is not None and part.loss.local for part, *_ in parts):
             lp_M, grad_TD = target_logprobs(*of, _local_gradient(parts), compute=compute)
         else:

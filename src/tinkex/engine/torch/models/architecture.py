@@ -167,6 +167,7 @@ class MambaConfig:
     conv_bias: bool = True
     bias: bool = False  # of the projections
     norm_groups: int = 1  # of numbers that are normed together
+    norm_over_ranks: bool = False  # one group, of which this is a rank's part
     step_limits: tuple[float, float] = (0.0, math.inf)
     name: str = "mamba"
 
@@ -320,6 +321,7 @@ class ModelConfig:
     layer_inputs: tuple[int, int] | None = None  # ids and width of a table of inputs of single layers
     layer_scalars: bool = False  # a stored number multiplies what leaves a layer
     vision_config: Mapping[str, Any] | None = None  # kept, not used: images are refused
+    vocab_rows: int = 0  # of the embedding and the head, where they are a rank's part; 0: `padded_vocab`
 
     @property
     def layers(self) -> int:

@@ -97,7 +97,9 @@ class Attention(Block):
         c, impl = self.config, context.backend.elementwise
         if c.qk_norm != "whole" and x.dim() == 2:
             x = x.unflatten(-1, (-1, c.head_dim))
-        if norm is not None:
+        if norm is not None and c.qk_norm == "whole" and context.shards is not None:
+            x = context.shards.rms_norm(x, self.norm.factor(norm), self.norm.eps)
+        elif norm is not None:
             x = rms_norm(Stream(x), self.norm.factor(norm), self.norm.eps, impl)
         x = x if x.dim() == 3 else x.unflatten(-1, (-1, c.head_dim))
         if c.rope is not None and self.rope is not None:

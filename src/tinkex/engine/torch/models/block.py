@@ -22,6 +22,10 @@ class Block(nn.Module):
         """Its own sites that an adapter can train."""
         return {}
 
+    def stacked(self) -> dict[str, tuple[int, ...]]:
+        """Of modules whose rows are several matrices' with heads or widths of their own: how many of each."""
+        return {}
+
     def quantise(self, dtype: torch.dtype) -> None:
         """Have quantised matrices, which a loader fills, in place of weights that are multiplied."""
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tinkex.engine.torch.backend import Backend
     from tinkex.engine.torch.images import FeatureRows
     from tinkex.engine.torch.states import StateGroup
+    from tinkex.engine.torch.tensor_parallel.shards import Shards
 
 # The block of each kind of configuration, made by (model, configuration, layer).
 _BLOCKS: dict[type, Callable[[ModelConfig, Any, int], Block]] = {
@@ -82,7 +83,7 @@ class DecoderLayer(Block):
             if block is None:
                 continue
             stream, h_TD = self.norm_input(stream, delta_TD, before, context)
-            y_TD: Tensor | PartialProjection = block(h_TD, context)
+            y_TD = context.shards.block(block, h_TD, context) if context.shards else block(h_TD, context)
             if after is not None:
                 y_TD = self.norm_input(Stream(total(y_TD)), None, after, context)[1]
             if self.scale != 1.0:
@@ -131,11 +132,11 @@ class DecoderLayer(Block):
 class Decoder(DecoderWeights):
     """A frozen decoder with uninitialised weights; `load.load_decoder` loads one.
 
-    `backend` computes everything that has a faster implementation on some device.
+    `backend` computes what has a faster implementation on some device. With `shards` it is one rank's.
     """
 
-    def __init__(self, config: ModelConfig, backend: Backend) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, backend: Backend, shards: Shards | None = None) -> None:
+        super().__init__(config, shards)
         self.backend = backend
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.layers))
         self.layer_inputs = LayerInputs(config) if config.layer_inputs else None
@@ -160,8 +161,8 @@ class Decoder(DecoderWeights):
         else:
             at, angles = None, [positions]
         stream, delta_TD = Stream(self.embed(tokens_T, images)), None
-        chosen = {} if checkpoint else None
-        context = ForwardContext(self.backend, angles, attend, lora, {}, at, states, chosen=chosen)
+        of = attend, lora, {}, at, states, None, self.shards, {} if checkpoint else None
+        context = ForwardContext(self.backend, angles, *of)
         norm = self.config.norm
         if self.layer_inputs is not None:
             context = context._replace(layer_inputs=self.layer_inputs(tokens_T, stream.x, context))
@@ -182,13 +183,14 @@ class Decoder(DecoderWeights):
 
     def embed(self, tokens_T: Tensor, images: FeatureRows | None = None) -> Tensor:
         """[T, D]: the tokens' embeddings, scaled, and in the rows of `images` their features as they are."""
-        x_TD = F.embedding(tokens_T, self.embedding)
+        split, table_VD = self.shards, self.embedding
+        x_TD = F.embedding(tokens_T, table_VD) if split is None else split.embed(tokens_T, table_VD)
         if self.config.embedding_scale != 1.0:  # rounded as stored
             x_TD = x_TD * float(torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype))
         return x_TD if images is None else x_TD.index_copy_(0, images.rows_N, images.features_ND)
 
     def logits(self, h_ND: Tensor, lora: LoraHook | None = None) -> Tensor:
-        """[N, V] in the model's dtype."""
+        """[N, V] in the model's dtype; of a rank those of its part of the vocabulary."""
         frozen = Frozen(self.unembed_weight, None, self.packed_head, self.backend.linear)
         y_NV = frozen(h_ND) if lora is None else lora.project(UNEMBED, h_ND, frozen)
         return total(y_NV) if (cap := self.config.logit_softcap) is None else capped(total(y_NV), cap)

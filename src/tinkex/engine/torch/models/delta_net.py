@@ -83,6 +83,9 @@ class DeltaNet(Block):
         own |= {"dt_bias": self.dt_bias, "norm.weight": self.norm}
         return {f"{self.name}.{name}": weight.detach() for name, weight in own.items()}
 
+    def stacked(self) -> dict[str, tuple[int, ...]]:
+        return {f"{self.name}.{module}": self.config.widths[:3] for module in ("in_proj_qkv", "conv1d")}
+
 
 def mix_groups(mix: Callable[..., Tensor], groups: Sequence[StateGroup], *inputs: Tensor) -> Tensor:
     """What a recurrent mixer makes of the inputs of all tokens, group by group."""

@@ -63,7 +63,11 @@ class Mamba(Block):
         dt_TH = F.softplus(dt_TH.float() + self.dt_bias).clamp(*c.step_limits)
         y = mix_groups(self._mix, context.states, torch.cat((x, bc), 1), dt_TH).flatten(1)
         y = (y * F.silu(z.float())).unflatten(1, (c.norm_groups, -1))
-        y = y * (y.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        if c.norm_over_ranks and context.shards is not None:
+            square = context.shards.mean_square(y)
+        else:
+            square = y.square().mean(-1, keepdim=True)
+        y = y * (square + self.eps).rsqrt()
         return self.out((y.flatten(1) * self.norm.float()).to(x_TD.dtype), context)
 
     def _mix(self, group: StateGroup, u_TF: Tensor, dt_TH: Tensor) -> Tensor:
@@ -97,6 +101,11 @@ class Mamba(Block):
             "norm.weight": self.norm,
         }
         return {f"{self.name}.{name}": weight.detach() for name, weight in own.items() if weight is not None}
+
+    def stacked(self) -> dict[str, tuple[int, ...]]:
+        shared = (self.config.shared_width,) * 2
+        rest, channels = (*shared, self.config.heads), (self.config.width, *shared)
+        return {f"{self.name}.in_proj_rest": rest, f"{self.name}.conv1d": channels}
 
 
 def mamba_chunks(

@@ -40,6 +40,9 @@ class Mlp(Block):
         gate_up = self.gate_up(x_TD, context)
         return self.down(activated(gate_up, self.config.activation, self.config.gated, context), context)
 
+    def stacked(self) -> dict[str, tuple[int, ...]]:
+        return {self.gate_up.parts[0].name: (self.config.width,) * 2} if self.config.fused else {}
+
 
 def activated(
     gate_up: Tensor | PartialProjection,

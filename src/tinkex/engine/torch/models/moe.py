@@ -100,7 +100,10 @@ class ExpertMlp(Block):
         if self.norms is None:
             return x_TD
         factor, impl = self.norm.factor(self.norms[index]), context.backend.elementwise
-        return rms_norm(Stream(x_TD), factor, self.norm.eps, impl)
+        if context.shards is None or index in (0, 2):
+            return rms_norm(Stream(x_TD), factor, self.norm.eps, impl)
+        # a norm of what is summed over ranks: of the sum, in equal parts, which are summed again
+        return rms_norm(Stream(context.shards.sum(x_TD)), factor, self.norm.eps, impl) / context.shards.count
 
     def routed(self, x_TD: Tensor, routing: Routing, context: ForwardContext) -> Tensor:
         """The sum of each token's experts' results, times their weights."""

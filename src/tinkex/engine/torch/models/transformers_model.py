@@ -72,7 +72,7 @@ class TransformersDecoder(Decoder):
         self.config, self.backend, self.model, self.head_name = config, backend, model, head_name
         self.embedding = model.get_input_embeddings().weight
         self.head = None if config.tied else model.get_output_embeddings().weight
-        self.packed_head = None
+        self.packed_head, self.shards, self.vocab_rows = None, None, config.padded_vocab
 
     @property
     def limits(self) -> tuple[str, ...]:

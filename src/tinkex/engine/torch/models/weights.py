@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -12,20 +14,24 @@ from tinkex.engine.torch.models.block import Block, Slot, frozen_parameter
 from tinkex.engine.torch.models.projection import Projection
 from tinkex.engine.torch.quantised import QuantisedMatrix
 
+if TYPE_CHECKING:
+    from tinkex.engine.torch.tensor_parallel.shards import Shards
+
 UNEMBED = Site(-1, "unembed")
 
 
 class DecoderWeights(Block):
     """The embedding, the final norm and the head; and, by way of its blocks, all other weights."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, shards: Shards | None = None) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = frozen_parameter(config.padded_vocab, config.width)
+        self.config, self.shards = config, shards
+        self.vocab_rows = config.vocab_rows or config.padded_vocab
+        self.embedding = frozen_parameter(self.vocab_rows, config.width)
         self.norm = frozen_parameter(config.width)
         self.head: nn.Parameter | None = None
         if not config.tied:
-            self.head = frozen_parameter(config.padded_vocab, config.width)
+            self.head = frozen_parameter(self.vocab_rows, config.width)
         self.packed_head: Tensor | None = None
 
     @property
@@ -64,6 +70,9 @@ class DecoderWeights(Block):
     def slots(self) -> dict[str, Slot]:
         return {name: slot for block in self._blocks() for name, slot in block.slots().items()}
 
+    def stacked(self) -> dict[str, tuple[int, ...]]:
+        return {name: sizes for block in self._blocks() for name, sizes in block.stacked().items()}
+
     def settle(self, for_kernels: bool = False) -> None:
         for block in self._blocks():
             block.settle(for_kernels)
@@ -92,7 +101,7 @@ class DecoderWeights(Block):
     def sites(self) -> Sites:
         """Every site that an adapter can train."""
         sites = {site: shape for block in self._blocks() for site, shape in block.sites().items()}
-        return sites | {UNEMBED: (self.config.width, (Part("lm_head", self.config.padded_vocab, "unembed"),))}
+        return sites | {UNEMBED: (self.config.width, (Part("lm_head", self.vocab_rows, "unembed"),))}
 
     def weights(self) -> dict[str, Tensor]:
         """Views of all weights by their Hugging Face names. A tied head has no entry."""

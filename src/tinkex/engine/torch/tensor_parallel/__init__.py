@@ -1,0 +1,1 @@
+"""One model over several GPUs: every rank has a part of each layer, and all compute the same passes."""

@@ -1,0 +1,67 @@
+"""What an engine over several ranks has in place of the parts of an engine on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tinkex.engine.protocol import EngineConfig
+from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
+from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.tensor_parallel import orders
+from tinkex.engine.torch.tensor_parallel.leader import (
+    AdapterKeys,
+    LeadingCache,
+    LeadingRunner,
+    LeadingStates,
+    LeadingTrainer,
+)
+from tinkex.engine.torch.tensor_parallel.sharding import LoadedPart, ShardPlan
+from tinkex.engine.torch.tensor_parallel.team import Team
+
+
+class Ranks:
+    """The parts of rank 0, each of which leads those of the others in `team`."""
+
+    def __init__(self, team: Team) -> None:
+        self._team, self._part, self._keys = team, LoadedPart(team.shards), AdapterKeys(team)
+        self._fingerprint = ""
+
+    @property
+    def plan(self) -> ShardPlan:
+        return self._part.plan
+
+    def load(self, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+        decoder = load_decoder(config.model, device, dtype, config.quantize, self._part)
+        self._fingerprint = self._part.fingerprint(decoder)
+        return decoder
+
+    def free(self, ours: float) -> float:
+        """Bytes that every rank has free, `ours` being this one's; waits until all have loaded."""
+        return min(ours, self._team.least_free())
+
+    def batch(self, decoder: Decoder, pages: int, slots: int, limits: StepLimits) -> ContinuousBatch:
+        changes: list[orders.Change] = []
+        config, weight = decoder.config, decoder.unembed_weight
+        of = config.kv_shapes, pages, weight.device, weight.dtype
+        with self._team.order(orders.Prepare(pages, slots)):
+            cache = LeadingCache(changes, *of, clears=decoder.backend.clears_pages)
+            states = LeadingStates(changes, config.state_shapes, slots, weight.device) if slots else None
+        runner = LeadingRunner(self._team, self._keys, changes, decoder, cache, states)
+        return ContinuousBatch(decoder, cache, limits, probe=self.check, states=states, runner=runner)
+
+    def trainer(self, *args: Any, **options: Any) -> LeadingTrainer:
+        return LeadingTrainer(self._team, self.plan, self._keys, self._fingerprint, *args, **options)
+
+    def check(self) -> None:
+        """Raise if a rank is lost."""
+        self._team.check()
+
+    def watch(self, on_loss: Callable[[str], None]) -> None:
+        self._team.watch(on_loss)
+
+    def close(self) -> None:
+        self._team.close()

@@ -1,0 +1,232 @@
+"""One rank of a tensor-parallel group: the collectives, and where a decoder needs them.
+
+Every block of a layer gives a partial sum on each rank, adapters included: `Shards.block` sums them, and sums
+the gradients to the block's input in the backward. So a layer has two collectives each way, whatever adapters
+are on it. The vocabulary is split too; `sharded_vocab` has what that takes. A decoder on one device has no
+`Shards` at all. Knows neither which weights are split (`sharding`) nor who the other ranks are.
+
+Shapes: T tokens, N rows, D width, V padded vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from tinkex.engine.torch.hooks import ForwardContext, PartialProjection
+from tinkex.engine.torch.models.projection import total
+
+Reduction = Literal["sum", "max", "min"]
+
+
+class Shards:
+    """This process's rank and the collectives of its group. `calls` counts them."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count, self.calls = rank, count, 0
+
+    # -- collectives: every rank calls them in the same order ------------------------------------------
+
+    def reduce(self, x: Tensor, how: Reduction = "sum") -> Tensor:
+        """The sum (or another reduction) over all ranks, in place; bitwise the same on all of them."""
+        self.calls += 1
+        self._reduce(x, how)
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's `x`, in place."""
+        self.calls += 1
+        self._broadcast(x)
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """The `x` of all ranks, which have one shape."""
+        self.calls += 1
+        return self._gather(x)
+
+    def _reduce(self, x: Tensor, how: Reduction) -> None:
+        raise NotImplementedError
+
+    def _broadcast(self, x: Tensor) -> None:
+        raise NotImplementedError
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End waiting collectives; none can be called any more."""
+
+    # -- what a decoder does with them -----------------------------------------------------------------
+
+    def block(
+        self,
+        block: Callable[[Tensor, ForwardContext], Tensor | PartialProjection],
+        h_TD: Tensor,
+        context: ForwardContext,
+    ) -> Tensor:
+        """The sum over ranks of what a block makes of `h_TD`, which all ranks have."""
+        entered = _Enter.apply(h_TD, self) if h_TD.requires_grad else h_TD
+        y_TD = total(block(entered, context))
+        return _Leave.apply(y_TD, self) if y_TD.requires_grad else self.reduce(y_TD.contiguous())  # type: ignore[return-value]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks inside a block, where what follows is not linear."""
+        return _Sum.apply(x, self) if x.requires_grad else self.reduce(x.clone())  # type: ignore[return-value]
+
+    def mean_square(self, x: Tensor) -> Tensor:
+        """The mean of x² over the last dimension, of which each rank has an equal part; in fp32."""
+        square = x.float().square().sum(-1, keepdim=True)
+        return self.sum(square) / (x.shape[-1] * self.count)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last dimension, of which each rank has an equal part."""
+        return (x.float() * (self.mean_square(x) + eps).rsqrt()).to(x.dtype) * weight
+
+    def embed(self, tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
+        """The tokens' embeddings, of which each rank has those of its part of the vocabulary."""
+        local_T = tokens_T - self.rank * len(embedding_VD)
+        ours_T = (local_T >= 0) & (local_T < len(embedding_VD))
+        x_TD = F.embedding(torch.where(ours_T, local_T, 0), embedding_VD)
+        return self.reduce(x_TD * ours_T[:, None])
+
+
+class _Enter(Function):
+    """x, whose gradients are partial sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Shards) -> Tensor:
+        ctx.shards = shards
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.shards.reduce(grads[0].contiguous().clone()), None
+
+
+class _Leave(Function):
+    """The sum of partial sums; every rank's has the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, shards: Shards) -> Tensor:
+        return shards.reduce(y.contiguous().clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _Sum(Function):
+    """The sum over ranks, where what each makes of it is a partial sum again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Shards) -> Tensor:
+        ctx.shards = shards
+        return shards.reduce(x.contiguous().clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.shards.reduce(grads[0].contiguous().clone()), None
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class ProcessShards(Shards):
+    """A rank that is a process: NCCL between GPUs, gloo between CPUs, on one machine.
+
+    `store` is a file that all ranks can reach. Has groups of its own, so one process may be in several.
+    """
+
+    def __init__(
+        self, rank: int, count: int, store: str, device: torch.device, timeout: timedelta = timedelta(hours=1)
+    ) -> None:
+        super().__init__(rank, count)
+        gloo: Any = dist.ProcessGroupGloo
+        prefix: Any = dist.PrefixStore  # type: ignore[reportPrivateImportUsage]
+        files = dist.FileStore(store, count)  # type: ignore[reportPrivateImportUsage]
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timeout
+        self._host = gloo(prefix("host", files), rank, count, options)
+        self._device: Any = self._host
+        if device.type == "cuda":
+            nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]
+            self._device = nccl(prefix("device", files), rank, count, nccl.Options())
+
+    def _group(self, x: Tensor) -> Any:
+        return self._device if x.is_cuda else self._host
+
+    def _reduce(self, x: Tensor, how: Reduction) -> None:
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = _OPS[how]
+        self._group(x).allreduce([x], options).wait()
+
+    def _broadcast(self, x: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._group(x).broadcast([x], options).wait()
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        x = x.contiguous()
+        found = [torch.empty_like(x) for _ in range(self.count)]
+        self._group(x).allgather([found], [x]).wait()
+        return found
+
+    def close(self) -> None:
+        self._device.abort()
+        if self._host is not self._device:
+            self._host.abort()
+
+
+class ThreadShards(Shards):
+    """A rank that is a thread of this process, for tests: all ranks may be on one device."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(rank, len(meeting.places))
+        self._meeting = meeting
+
+    @classmethod
+    def group(cls, count: int, timeout: float = 120.0) -> list[ThreadShards]:
+        meeting = Meeting(count, timeout)
+        return [cls(rank, meeting) for rank in range(count)]
+
+    def _reduce(self, x: Tensor, how: Reduction) -> None:
+        def reduced(all_x: Sequence[Tensor]) -> Tensor:
+            out = all_x[0].clone()
+            for other in all_x[1:]:
+                out = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[how](out, other)
+            return out
+
+        x.copy_(self._meeting.exchange(self.rank, x, reduced))
+
+    def _broadcast(self, x: Tensor) -> None:
+        x.copy_(self._meeting.exchange(self.rank, x, lambda all_x: all_x[0].clone()))
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        return self._meeting.exchange(self.rank, x, lambda all_x: [one.clone() for one in all_x])
+
+    def close(self) -> None:
+        self._meeting.barrier.abort()
+
+
+class Meeting:
+    """Where the threads of a group exchange tensors."""
+
+    def __init__(self, count: int, timeout: float) -> None:
+        self.places: list[Any] = [None] * count
+        self.barrier = threading.Barrier(count, timeout=timeout)
+
+    def exchange(self, rank: int, x: Tensor, make: Callable[[Sequence[Tensor]], Any]) -> Any:
+        self.places[rank] = x
+        self.barrier.wait()
+        made = make(self.places)
+        self.barrier.wait()  # all have read: each may change its own
+        return made

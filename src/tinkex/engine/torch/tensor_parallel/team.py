@@ -1,0 +1,206 @@
+"""The ranks of one engine's tensor-parallel group, as rank 0 sees them: processes, or threads in tests.
+
+Orders reach every rank in the order they are given. A rank that ends, or that fails in an order, takes the
+group with it: `check` says so from then on, and waiting collectives end. Knows nothing of what orders mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinkex.engine.protocol import EngineConfig, EngineError, EngineLost
+from tinkex.engine.torch.tensor_parallel.shards import ProcessShards, Shards, ThreadShards
+
+log = logging.getLogger("tinkex")
+_PATIENCE = 10.0  # seconds that a rank may take to end
+Loaded = tuple[str, Any]  # "ready" and its free bytes, or "failed" and an EngineError
+
+
+class Team:
+    """What all kinds of groups have in common. `on_loss` is called once, when a rank is lost."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards, self.trouble = shards, ""
+        self._lock, self._closed = threading.Lock(), False
+        self._on_loss: Callable[[str], None] = lambda why: None
+
+    def least_free(self) -> float:
+        """Bytes of free memory of the rank that has the least, once all have loaded their parts."""
+        raise NotImplementedError
+
+    def watch(self, on_loss: Callable[[str], None]) -> None:
+        """Have `on_loss` called with the reason when the group is lost, maybe at once."""
+        with self._lock:
+            self._on_loss = on_loss
+        if self.trouble:
+            on_loss(self.trouble)
+
+    @contextlib.contextmanager
+    def order(self, order: Any) -> Iterator[None]:
+        """Send an order to all other ranks; this rank computes its part in the block."""
+        self.check()
+        try:
+            self._send(order)
+            yield
+        except EngineError:
+            raise  # every rank has computed it alike
+        except BaseException as error:
+            self.lose(f"rank 0 failed: {type(error).__name__}: {error}")
+            raise
+
+    def check(self) -> None:
+        """Raise if a rank is gone."""
+        if self.trouble:
+            raise EngineLost(self.trouble)
+
+    def lose(self, why: str) -> None:
+        with self._lock:
+            if self.trouble or self._closed:
+                return
+            self.trouble, on_loss = why, self._on_loss
+        log.error("a tensor-parallel group is lost: %s", why)
+        self.shards.close()
+        on_loss(why)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self.trouble = self.trouble or "the engine was closed"
+        self._end()
+
+    def _send(self, order: Any) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+
+class ProcessTeam(Team):
+    """Ranks that are child processes of this one, each with a GPU of its own, or on the CPU."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self._place = Path(tempfile.mkdtemp(prefix="tinkex-ranks-"))
+        self._ranks: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        try:
+            for rank in range(1, config.tensor):
+                self._ranks.append(
+                    _start(config, rank, str(self._place / "store"), rank_device(device, rank))
+                )
+            for rank, (_, connection) in enumerate(self._ranks, 1):
+                _receive(connection, rank)  # it is there, and joins the group now
+            store = str(self._place / "store")
+            super().__init__(ProcessShards(0, config.tensor, store, rank_device(device, 0)))
+        except BaseException:
+            self._end()
+            raise
+        for rank, (process, _) in enumerate(self._ranks, 1):
+            name = f"tinkex-rank-{rank}"
+            threading.Thread(target=self._wait_for, args=(rank, process), name=name, daemon=True).start()
+
+    def least_free(self) -> float:
+        free = [float("inf")]
+        for rank, (_, connection) in enumerate(self._ranks, 1):
+            state, value = _receive(connection, rank)
+            if state == "failed":
+                raise value
+            free.append(value)
+        return min(free)
+
+    def _wait_for(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self.lose(f"rank {rank} ended with exit code {process.wait()}")
+
+    def _send(self, order: Any) -> None:
+        data = pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
+        for _, connection in self._ranks:
+            connection.send_bytes(data)
+
+    def _end(self) -> None:
+        for _, connection in self._ranks:
+            connection.close()  # the process ends when it reads the end
+        for process, _ in self._ranks:
+            try:
+                process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self._place, ignore_errors=True)
+
+
+def rank_device(device: torch.device, rank: int) -> torch.device:
+    """GPUs are taken in order from the one that was asked for."""
+    return device if device.type != "cuda" else torch.device("cuda", (device.index or 0) + rank)
+
+
+def _start(
+    config: EngineConfig, rank: int, store: str, device: torch.device
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "tinkex.engine.torch.tensor_parallel.worker", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+    connection = Connection(ours.detach())
+    connection.send((config, rank, store, str(device)))
+    return process, connection
+
+
+def _receive(connection: Connection, rank: int) -> Any:
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        raise EngineError(f"rank {rank} ended while it was starting; its messages are in the log") from None
+
+
+class ThreadTeam(Team):
+    """Ranks that are threads of this process; `build` makes each rank's `Follower.execute`."""
+
+    def __init__(self, ranks: list[ThreadShards], build: Callable[[Shards], Callable[[Any], None]]) -> None:
+        super().__init__(ranks[0])
+        self._queues: list[queue.SimpleQueue[Any]] = []
+        self._threads: list[threading.Thread] = []
+        for shards in ranks[1:]:
+            orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            self._queues.append(orders)
+            self._threads.append(
+                threading.Thread(target=self._follow, args=(shards, build, orders), daemon=True)
+            )
+            self._threads[-1].start()
+
+    def _follow(
+        self, shards: Shards, build: Callable[[Shards], Callable[[Any], None]], orders: queue.SimpleQueue[Any]
+    ) -> None:
+        try:
+            execute = build(shards)
+            while (order := orders.get()) is not None:
+                execute(order)
+        except BaseException as error:
+            self.lose(f"rank {shards.rank} failed: {type(error).__name__}: {error}")
+
+    def least_free(self) -> float:
+        return float("inf")
+
+    def _send(self, order: Any) -> None:
+        for orders in self._queues:
+            orders.put(order)
+
+    def _end(self) -> None:
+        for orders in self._queues:
+            orders.put(None)
+        for thread in self._threads:
+            thread.join(_PATIENCE)
