@@ -65,7 +65,8 @@ def _policy(
         "answer_tokens:mean": float(count[answered].mean()),
     }
     groups: defaultdict[bytes, list[float]] = defaultdict(list)
-    for index, value in zip(np.flatnonzero(answered).tolist(), each.tolist(), strict=True):
+    places: list[int] = np.flatnonzero(answered).tolist()
+    for index, value in zip(places, each.tolist(), strict=True):
         begin = int(active[starts[index] : starts[index] + lengths[index]].argmax())
         prompt = _prompt(data[index], begin)
         if prompt is not None:

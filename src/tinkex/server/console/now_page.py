@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -112,7 +112,7 @@ class NowPage:
 
 def _described(beat: Heartbeat | None) -> dict[str, Any]:
     """What an engine reports: how full its batch and its KV cache are, and the rest by name."""
-    stats = {} if beat is None else beat.stats
+    stats: Mapping[str, float] = {} if beat is None else beat.stats
     return {
         "batch": (stats.get("sequences_running", 0), stats.get("batch_slots", 0)),
         "pages": (stats.get("kv_pages_used", 0), stats.get("kv_pages_total", 0)),
