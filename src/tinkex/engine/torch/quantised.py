@@ -110,13 +110,9 @@ class QuantisedWeight:
         wide, (start, stop, _) = self.block[1], some.indices(self._stored[-1])
         if (start, stop) == (0, self._stored[-1]) and not self.transposed:
             return self
-        whole_blocks = wide >= self._stored[-1] or not (start % wide or stop % wide)
-        if (
-            self.transposed
-            or not whole_blocks
-            or self.halves
-            or (self.table is not None and start % 2 + stop % 2)
-        ):
+        torn = wide < self._stored[-1] and (start % wide or stop % wide)
+        torn = torn or (self.table is not None and (start % 2 or stop % 2))
+        if torn or self.transposed or self.tiled:
             return self.expand()[..., some]
         packed = 1 if self.table is None else 2
         codes = self.codes[..., start // packed : stop // packed]
