@@ -20,7 +20,7 @@ from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.kv import KVCache, chain
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.models.decoder import Decoder
-from tinkex.engine.torch.sequences import RunningSequence
+from tinkex.engine.torch.sequences import Landed, RunningSequence
 from tinkex.engine.torch.states import StateGroup, StatePool, slot_bytes, snapshot_after
 from tinkex.types.params import SamplingParams
 
@@ -181,34 +181,35 @@ class Ahead:
 
     def __init__(self) -> None:
         self.states: StatePool | None = None
-        self._flight: list[tuple[RunningSequence, int, float]] = []
+        self._flight: Landed = []
 
     def serves(self, request: object) -> bool:
         return True
 
-    def step(self, sequences: Sequence[RunningSequence]) -> list[tuple[RunningSequence, int, float]]:
+    def step(self, sequences: Sequence[RunningSequence]) -> Landed:
         assert self.states is not None
-        before, known = self._flight, {s: token for s, token, _ in self._flight}
+        before, known = self._flight, {s: token for s, token, _, _ in self._flight}
         self._flight, held = [], self.states.tensors[0][0]
         for sequence in sequences:
             assert sequence.slot is not None
             at, token = sequence.computed + sequence.in_flight, known.get(sequence, sequence.last)
             held[sequence.slot] = fold([token], held[sequence.slot].item())
             sequence.in_flight += 1
-            self._flight.append((sequence, at * 7 % 300, -1.0))
+            self._flight.append((sequence, at * 7 % 300, -1.0, None))
         return self._landed(before)
 
-    def land(self) -> list[tuple[RunningSequence, int, float]]:
+    def draw(self) -> None:
+        """No request here has rules."""
+
+    def land(self) -> Landed:
         before, self._flight = self._flight, []
         return self._landed(before)
 
     def drop(self) -> None:
         self._flight = []
 
-    def _landed(
-        self, flight: list[tuple[RunningSequence, int, float]]
-    ) -> list[tuple[RunningSequence, int, float]]:
-        for sequence, _, _ in flight:
+    def _landed(self, flight: Landed) -> Landed:
+        for sequence, _, _, _ in flight:
             sequence.in_flight -= 1
         return flight
 

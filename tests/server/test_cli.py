@@ -263,6 +263,8 @@ def test_every_option_of_serve_has_a_variable_of_the_environment(monkeypatch: py
         "TINKEX_REQUESTS_PER_USER": ("66", "requests_per_user", 66),
         "TINKEX_BODY_MEMORY": ("3GB", "body_memory", "3GB"),
         "TINKEX_BODY_MEMORY_PER_USER": ("1GB", "body_memory_per_user", "1GB"),
+        "TINKEX_QUEUE_MEMORY": ("4GB", "queue_memory", "4GB"),
+        "TINKEX_QUEUE_MEMORY_PER_USER": ("2GB", "queue_memory_per_user", "2GB"),
         "TINKEX_CORS_ORIGINS": ("https://a https://b", "cors_origins", ("https://a", "https://b")),
         "TINKEX_KEEP_ROLLOUTS": ("0.5", "keep_rollouts", 0.5),
         "TINKEX_ROLLOUT_BYTES": ("1MiB", "rollout_bytes", "1MiB"),

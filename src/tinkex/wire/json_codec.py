@@ -253,6 +253,8 @@ def read_sample_request(obj: Any) -> t.SampleRequest:
     for name, value in obj.items():
         if (kind := _SAMPLE_FIELDS.get(name)) is not None and value is not None:
             fields[name] = value if type(value) is kind else _get(obj, name, kind, "body")
+    if not 0 <= fields.get("seq_id", 0) < 2**63:
+        _seq_id(obj, 2**63)  # refuses it
     if (target := _get(obj, "target_prompt_logprobs", dict, "body", None)) is not None:
         fields["target_prompt_logprobs"] = read_tensor(target, "target_prompt_logprobs")
     return assemble(t.SampleRequest, fields)
