@@ -7,6 +7,7 @@ take over. Knows nothing of what is in a request.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator
 
@@ -51,6 +52,8 @@ class Forwarder:
                 f"the server of this session does not answer ({type(error).__name__}): ask again in a moment"
             )
             raise Refusal(503, why) from error
+        except asyncio.CancelledError:  # by uvicorn alone, when it has waited long enough for its end
+            raise Refusal(503, "this server is stopping: ask again in a moment") from None
 
         async def pieces() -> AsyncGenerator[bytes]:
             try:
