@@ -191,7 +191,6 @@ class Completions:
         self._open: dict[str, str] = {}  # request id -> feed, until it is fetched
         self._cursor = time.time_ns() // 1000  # the last one
         self._path, self._file, self._stale = path, -1, 0
-        self._unwritten: list[bytes] = []  # lines
         self._lost: set[str] = set()  # accepted by an earlier process
         self._lost_since = time.monotonic()
 
@@ -272,20 +271,9 @@ class Completions:
         return completions, cursor
 
     def _write(self, lines: bytes) -> None:
-        """Write at the end of the event loop's current iteration, with what others write in it.
-
-        Callbacks run in order, so a client hears of a sample after it is in the file.
-        """
         if self._file >= 0:
-            self._unwritten.append(lines)
-            if len(self._unwritten) == 1:
-                asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        lines, self._unwritten = self._unwritten, []
-        if lines and self._file >= 0:
             with suppress(OSError):  # a full disk: after a crash it is not reported, and its client times out
-                os.write(self._file, b"".join(lines))
+                os.write(self._file, lines)
             if self._path is not None:
                 self._wrote(self._path)
 
@@ -302,7 +290,6 @@ class Completions:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def close(self) -> None:
-        self._flush()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
