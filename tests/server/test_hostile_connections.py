@@ -317,6 +317,18 @@ def test_our_client_waits_for_its_turn(start: Callable[..., Running]):
 
 
 @pytest.mark.slow
+def test_what_follows_a_refused_head_is_discarded_slowly(server: Running, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(uvicorn_protocol, "DISCARD_RATE", 1 << 20)
+    with connect(server) as sock:
+        sock.sendall(b"GET /api/v1/healthz HTTP/1.1\r\na: " + b"b" * 70_000)
+        sock.settimeout(2)
+        with pytest.raises(TimeoutError):
+            sock.sendall(b"b" * (64 << 20))
+        assert sock.recv(65536).startswith(b"HTTP/1.1 431 ")
+    assert is_served(server)
+
+
+@pytest.mark.slow
 def test_a_refused_body_is_discarded_slowly(server: Running, monkeypatch: pytest.MonkeyPatch):
     """It must not take the event loop from others; the client still gets its answer."""
     monkeypatch.setattr(uvicorn_protocol, "DISCARD_RATE", 1 << 20)

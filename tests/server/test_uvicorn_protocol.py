@@ -287,6 +287,20 @@ async def test_a_head_is_bounded(connect, head: bytes, piece: int, before: bytes
     assert len(wire.sent) == 1
 
 
+async def test_a_refused_client_that_sends_on_is_read_slowly_and_hung_up_on(connect):
+    clock = Clock()
+    connection, wire = connect(clock)
+    connection.data_received(b"GET /x HTTP/1.1\r\na: " + b"x" * 70_000)
+    for _ in range(4):
+        connection.data_received(b"x" * 65536)
+        assert connection.flow.read_paused
+        await asyncio.sleep(2 * 65536 / uvicorn_protocol.DISCARD_RATE)
+        assert not connection.flow.read_paused
+    connection.data_received(b"x" * 65536)
+    clock.wait(uvicorn_protocol.LINGER_SECONDS, connection)  # though what it sent has not been read
+    assert wire.closed
+
+
 async def test_a_large_body_is_no_head(connect):
     connection, wire = connect()
     for _ in range(3):
