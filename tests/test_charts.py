@@ -90,6 +90,7 @@ def test_numbers_are_short() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_line_of_a_png_goes_where_its_values_are(tmp_path: Path) -> None:
     values = [0.0, 10.0, 0.0, NAN, 5.0, 5.0]
     write_png(tmp_path / "a.png", {"loss": values}, title="A run")

@@ -281,6 +281,7 @@ with Stub() as stub, ServiceClient(base_url=stub.url) as service:
 """
 
 
+@pytest.mark.slow
 def test_no_torch_is_needed() -> None:
     """Cross-entropy 3, l2 0.15, kl 0.1·6·0.5, entropy -0.1·3, consistency 0, cos² 1; then ppo, clipped."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=60)

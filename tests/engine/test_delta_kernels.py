@@ -16,7 +16,7 @@ from tinkex.engine.torch.states import StateGroup, StatePool
 from tinkex.engine.cuda import delta_gradients, delta_kernels  # isort: skip
 from tinkex.engine.cuda.delta_kernels import ChunkLayout, DeltaWeights, SlotStates  # isort: skip
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 
 K, H, D, V = 1, 2, 16, 32
 CONFIG = DeltaConfig(K, H, D, V, 4)

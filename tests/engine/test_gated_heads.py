@@ -11,7 +11,7 @@ from tinkex.engine.cuda.gated_heads import HeadShape
 from tinkex.engine.torch import plain
 from tinkex.engine.torch.models.attend import turn
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 BOUND = 1e-5 if INTERPRETED else 1e-2
 
 

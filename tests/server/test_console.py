@@ -327,6 +327,7 @@ def read_events(server: Running, path: str, cookie: str, count: int) -> list[tup
         return found
 
 
+@pytest.mark.slow
 def test_a_page_is_sent_what_is_new_and_nothing_twice(server: Running) -> None:
     service = ServiceClient(base_url=server.url, api_key=ALICE)
     run = service.create_lora_training_client(MODEL, rank=4, timeout=20)
@@ -357,6 +358,7 @@ def counted(method: Callable[..., Any], calls: Counter[str]) -> Callable[..., An
     return call
 
 
+@pytest.mark.slow
 def test_what_many_pages_show_is_read_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty pages of one run that are open for four seconds: one look a second, not twenty."""
     service = ServiceClient(base_url=server.url, api_key=ALICE)

@@ -135,6 +135,7 @@ async def test_directories_of_older_versions_have_no_checksums(recorded: tuple[P
     assert facts
 
 
+@pytest.mark.slow
 def test_every_single_bit_counts(tmp_path: Path) -> None:
     with atomic_directory(tmp_path / "d") as part:
         (part / "a.json").write_text("{}")

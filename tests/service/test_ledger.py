@@ -569,6 +569,7 @@ def full(saved: Ledger, path: Path) -> tuple[bytes, list[Any]]:
     return path.read_bytes(), seen
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(full, path):
     """In every byte of the rows, and in many others."""
     content, seen = full

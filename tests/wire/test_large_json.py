@@ -34,6 +34,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_json, "LONG", 8)
 
 
+@pytest.mark.slow
 def test_it_reads_what_any_parser_reads(small_pieces: None):
     @settings(max_examples=300, deadline=None)
     @given(VALUE, st.sampled_from([None, 1]))
