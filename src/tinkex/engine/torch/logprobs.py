@@ -91,12 +91,7 @@ def logprob_chunk(
 
     The adapters' gradients are added to theirs; `out_ND` comes with zeros. `softcap`: `ModelConfig`'s.
     """
-    logits_NV = linear(h_ND, weight_VD)
-    add(UNEMBED, lora.jobs(UNEMBED, start, start + len(h_ND)), h_ND, logits_NV)
-    slope_NV = None
-    if softcap is not None:
-        logits_NV = capped(logits_NV, softcap)
-        slope_NV = 1 - (logits_NV / softcap).square()
+    logits_NV, slope_NV = chunk_logits(h_ND, weight_VD, lora, start, softcap)
     logits_NV[:, vocab:] = -math.inf
     if logits_NV.dtype == torch.float32:  # in place: a row is read before it is written
         logp_NV = torch.log_softmax(logits_NV, -1, out=logits_NV)
@@ -111,20 +106,36 @@ def logprob_chunk(
     live, rows = torch.unique_consecutive(rows, return_inverse=True)
     if not len(live):
         return lp
-    some = len(live) < len(h_ND)
-    if some:
-        logp_NV, h_ND = logp_NV[live], h_ND[live]
+    if len(live) < len(h_ND):
+        logp_NV = logp_NV[live]
     total_N = torch.zeros(len(live), device=h_ND.device).index_add_(0, rows, grad_M)
     grad_NV = logp_NV.exp_().mul_(-total_N[:, None])  # Σ g·(onehot − softmax), g being a cell's gradient
     grad_NV = grad_NV.index_put_((rows, ids), grad_M, accumulate=True)
     if slope_NV is not None:
-        grad_NV *= slope_NV[live] if some else slope_NV
-    grad_NV = grad_NV.to(h_ND.dtype)
-    grad_ND = linear(grad_NV, weight_VD.t())
-    jobs = lora.jobs(UNEMBED, rows=live + start) if some else lora.jobs(UNEMBED, start, start + len(live))
-    add_backward(UNEMBED, jobs, grad_NV, h_ND, shrink(UNEMBED, jobs, h_ND), grad_ND)
-    if some:
-        out_ND.index_copy_(0, live, grad_ND)
-    else:
-        out_ND.copy_(grad_ND)
+        grad_NV *= slope_NV[live]
+    out_ND.index_copy_(0, live, hidden_gradient(grad_NV, h_ND, weight_VD, lora, start, live))
     return lp
+
+
+def chunk_logits(
+    h_ND: Tensor, weight_VD: Tensor, lora: LoraBatch, start: int, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """The logits of a chunk that begins at token `start`, and their derivative by the softcap's argument."""
+    logits_NV = linear(h_ND, weight_VD)
+    add(UNEMBED, lora.jobs(UNEMBED, start, start + len(h_ND)), h_ND, logits_NV)
+    if softcap is None:
+        return logits_NV, None
+    logits_NV = capped(logits_NV, softcap)
+    return logits_NV, 1 - (logits_NV / softcap).square()
+
+
+def hidden_gradient(
+    grad_NV: Tensor, h_ND: Tensor, weight_VD: Tensor, lora: LoraBatch, start: int, live: Tensor
+) -> Tensor:
+    """The gradient to the chunk's rows `live`, from that to their logits; the adapters' is added."""
+    jobs, grad_NV = lora.jobs(UNEMBED, start, start + len(live)), grad_NV.to(h_ND.dtype)
+    if len(live) < len(h_ND):
+        jobs, h_ND = lora.jobs(UNEMBED, rows=live + start), h_ND[live]
+    grad_ND = linear(grad_NV, weight_VD.t())
+    add_backward(UNEMBED, jobs, grad_NV, h_ND, shrink(UNEMBED, jobs, h_ND), grad_ND)
+    return grad_ND

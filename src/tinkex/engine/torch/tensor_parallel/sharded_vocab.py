@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.rng import exponentials
-from tinkex.engine.torch.functions import capped, linear
-from tinkex.engine.torch.lora import LoraBatch, add, add_backward, shrink
+from tinkex.engine.torch.logprobs import chunk_logits, hidden_gradient
+from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.architecture import ModelConfig
-from tinkex.engine.torch.models.weights import UNEMBED
 from tinkex.engine.torch.next_tokens import BLOCK, Choice, scaled
 from tinkex.engine.torch.tensor_parallel.shards import Shards
 from tinkex.engine.torch.upload import to_device
@@ -46,12 +45,7 @@ class ShardedVocab:
         out_ND: Tensor | None,
     ) -> Tensor:
         """As `logprobs.logprob_chunk`. The gradient to the logprobs is rank 0's."""
-        logits_NV = linear(h_ND, weight_VD)
-        add(UNEMBED, lora.jobs(UNEMBED, start, start + len(h_ND)), h_ND, logits_NV)
-        slope_NV = None
-        if self._softcap is not None:
-            logits_NV = capped(logits_NV, self._softcap)
-            slope_NV = 1 - (logits_NV / self._softcap).square()
+        logits_NV, slope_NV = chunk_logits(h_ND, weight_VD, lora, start, self._softcap)
         logits_NV = logits_NV.float()
         logits_NV[:, self._ours :] = -math.inf
         rows, ids = cells
@@ -71,18 +65,14 @@ class ShardedVocab:
         live, rows = torch.unique_consecutive(rows, return_inverse=True)
         if not len(live):
             return lp
-        some = len(live) < len(h_ND)
-        if some:
-            logits_NV, h_ND, lse_N = logits_NV[live], h_ND[live], lse_N[live]
+        if len(live) < len(h_ND):
+            logits_NV, lse_N = logits_NV[live], lse_N[live]
         total_N = torch.zeros(len(live), device=h_ND.device).index_add_(0, rows, grad_M)
         grad_NV = logits_NV.sub_(lse_N[:, None]).exp_().mul_(-total_N[:, None])
         grad_NV = grad_NV.index_put_((rows, local), torch.where(own, grad_M, 0.0), accumulate=True)
         if slope_NV is not None:
-            grad_NV *= slope_NV[live] if some else slope_NV
-        grad_NV = grad_NV.to(h_ND.dtype)
-        grad_ND = linear(grad_NV, weight_VD.t())
-        jobs = lora.jobs(UNEMBED, rows=live + start) if some else lora.jobs(UNEMBED, start, start + len(live))
-        add_backward(UNEMBED, jobs, grad_NV, h_ND, shrink(UNEMBED, jobs, h_ND), grad_ND)
+            grad_NV *= slope_NV[live]
+        grad_ND = hidden_gradient(grad_NV, h_ND, weight_VD, lora, start, live)
         out_ND.index_copy_(0, live, self._shards.reduce(grad_ND.contiguous()))
         return lp
 
