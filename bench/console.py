@@ -1,10 +1,11 @@
-"""What watching costs: steps and samples per second of one client with 0 and with 20 live pages open.
+"""What watching costs: the server's CPU time per training step and sample with 0 and with 20 live pages open.
 
-    python bench/console.py [--pages 20] [--seconds 10]
+    python bench/console.py [--pages 20] [--seconds 3] [--rounds 9]
 
 The server is `tinkex serve` with the fake engine, in a process of its own, so that the console's share of its
-CPU is as large as it can be: a real engine computes longer. It also compares the server's CPU time per sample
-with rollouts kept (--keep-rollouts 1) and without. Rounds alternate, and the table has the medians.
+CPU is as large as it can be: a real engine computes longer. The last line is the same for rollouts that are
+kept (--keep-rollouts 1). CPU time, because what else the machine does changes it little; rates are told too.
+With and without alternate, and the change is the median over pairs, with its quartiles.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import psutil
@@ -96,72 +98,112 @@ def _drain(response: http.client.HTTPResponse) -> None:
         pass
 
 
-def steps_per_second(run: object, seconds: float) -> float:
+def steps(run: Any, seconds: float) -> int:
     count, began = 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
-        run.forward_backward(DATA, "cross_entropy")  # type: ignore[attr-defined]
-        run.optim_step(AdamParams()).result(60)  # type: ignore[attr-defined]
+        run.forward_backward(DATA, "cross_entropy")
+        run.optim_step(AdamParams()).result(60)
         count += 1
-    return count / (time.perf_counter() - began)
+    return count
 
 
-def samples_per_second(sampler: object, seconds: float) -> tuple[float, int]:
+def samples(sampler: Any, seconds: float) -> int:
     count, began = 0, time.perf_counter()
     params = SamplingParams(max_tokens=64, stop=[])
     while time.perf_counter() - began < seconds:
-        futures = [sampler.sample(PROMPT, 4, params) for _ in range(16)]  # type: ignore[attr-defined]
+        futures = [sampler.sample(PROMPT, 4, params) for _ in range(16)]
         for future in futures:
             future.result(60)
         count += len(futures)
-    return count / (time.perf_counter() - began), count
+    return count
 
 
-def watching(pages: int, seconds: float) -> None:
+class Cost(NamedTuple):
+    """Of one step or sample request."""
+
+    cpu_seconds: float
+    per_second: float
+
+
+class Client:
+    """One client of one server, which trains and samples for some time; what each costs the server's CPU."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        self.server = Server(directory, *options)
+        self.service = ServiceClient(base_url=self.server.url, api_key=KEY)
+        self.run = self.service.create_lora_training_client(MODEL, rank=4)
+        self.sampler = self.run.save_weights_and_get_sampling_client()
+        for what in ("step", "sample"):
+            self.cost(what, 2.0)  # what is made at the first requests is not counted
+
+    def cost(self, what: str, seconds: float) -> Cost:
+        before, began = self.server.cpu(), time.perf_counter()
+        count = steps(self.run, seconds) if what == "step" else samples(self.sampler, seconds)
+        return Cost((self.server.cpu() - before) / count, count / (time.perf_counter() - began))
+
+    def close(self) -> None:
+        self.service.close().result(10)
+        self.server.close()
+
+
+def told(what: str, how: str, pairs: list[tuple[Cost, Cost]]) -> None:
+    """The medians, and the median of what changed within each pair with its quartiles."""
+    bare, changed = (statistics.median(pair[side].cpu_seconds for pair in pairs) * 1000 for side in (0, 1))
+    line = f"{what:14} {bare:.3f} ms of CPU, {changed:.3f} ms {how}"
+    for name, of in (("CPU", 0), ("rate", 1)):
+        changes = sorted(pair[1][of] / pair[0][of] - 1 for pair in pairs)
+        low, middle, high = statistics.quantiles(changes, n=4)
+        line += f"; {name} {middle:+.1%} ({low:+.1%} to {high:+.1%})"
+    print(line, flush=True)
+
+
+def watching(pages: int, seconds: float, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        server = Server(Path(directory))
-        service = ServiceClient(base_url=server.url, api_key=KEY)
-        run = service.create_lora_training_client(MODEL, rank=4)
-        sampler = run.save_weights_and_get_sampling_client()
-        found: dict[tuple[str, int], list[float]] = {}
-        for _ in range(3):
-            for count in (0, pages):
-                opened = Pages(server, run.model_id, count)
-                found.setdefault(("steps", count), []).append(steps_per_second(run, seconds))
-                found.setdefault(("samples", count), []).append(samples_per_second(sampler, seconds)[0])
-                opened.close()
-        for what in ("steps", "samples"):
-            bare, watched = (statistics.median(found[what, count]) for count in (0, pages))
-            change = f"{watched / bare - 1:+.1%}"
-            print(f"{what:8} per second: {bare:.1f} alone, {watched:.1f} with {pages} pages ({change})")
-        service.close().result(10)
-        server.close()
+        client = Client(Path(directory))
+        for what in ("step", "sample"):
+            pairs = list[tuple[Cost, Cost]]()
+            for number in range(rounds):
+                found = dict[bool, Cost]()
+                for watched in (number % 2 == 0, number % 2 == 1):  # neither is always the first
+                    opened = Pages(client.server, client.run.model_id, pages if watched else 0)
+                    time.sleep(1.5)  # a page's first event has all that was before
+                    found[watched] = client.cost(what, seconds)
+                    opened.close()
+                pairs.append((found[False], found[True]))
+            told(what, f"with {pages} pages", pairs)
+        opened = Pages(client.server, client.run.model_id, pages)
+        time.sleep(1.5)
+        before = client.server.cpu()
+        time.sleep(10)
+        print(
+            f"{pages} pages of a run that does nothing: {client.server.cpu() - before:.2f} s of CPU in 10 s"
+        )
+        opened.close()
+        client.close()
 
 
-def keeping(seconds: float) -> None:
-    costs: dict[str, list[float]] = {"0": [], "1": []}
-    for _ in range(3):
-        for share in costs:
-            with tempfile.TemporaryDirectory() as directory:
-                server = Server(Path(directory), "--keep-rollouts", share)
-                service = ServiceClient(base_url=server.url, api_key=KEY)
-                sampler = service.create_lora_training_client(
-                    MODEL, rank=4
-                ).save_weights_and_get_sampling_client()
-                samples_per_second(sampler, 1.0)
-                before = server.cpu()
-                _, count = samples_per_second(sampler, seconds)
-                costs[share].append((server.cpu() - before) / count * 1000)
-                service.close().result(10)
-                server.close()
-    bare, kept = (statistics.median(costs[share]) for share in ("0", "1"))
-    change = f"{kept / bare - 1:+.1%}"
-    print(f"CPU of a request of 4 x 64 tokens: {bare:.2f} ms, {kept:.2f} ms with rollouts ({change})")
+def keeping(seconds: float, rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        clients = [Client(Path(directory) / share, "--keep-rollouts", share) for share in ("0", "1")]
+        pairs = list[tuple[Cost, Cost]]()
+        for number in range(rounds):
+            found = {one: client.cost("sample", seconds) for one, client in order(clients, number)}
+            pairs.append((found[0], found[1]))
+        told("sample of 4x64", "with rollouts kept", pairs)
+        for client in clients:
+            client.close()
+
+
+def order(clients: list[Client], number: int) -> list[tuple[int, Client]]:
+    """Both, with the other one first each time."""
+    return list(enumerate(clients))[:: 1 if number % 2 else -1]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=re.sub(r"\n\n.*", "", __doc__ or ""))
     parser.add_argument("--pages", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of one measurement")
+    parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
-    watching(given.pages, given.seconds)
-    keeping(given.seconds)
+    watching(given.pages, given.seconds, given.rounds)
+    keeping(given.seconds, given.rounds)

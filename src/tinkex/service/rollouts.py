@@ -13,9 +13,12 @@ import queue
 import threading
 import time
 import zlib
+from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ log = logging.getLogger("tinkex.service")
 DIRECTORY = "rollouts"  # of a run
 PARTS = 8  # files that a run's budget is split into; the oldest is dropped
 WAITING = 512  # items that the thread may be behind
+GATHERED = 0.05  # seconds in which items are collected, to be written together
 KNOWN = 20_000  # samples of a run that a pass can be joined with
 RUNS = 256  # whose samples are known
 _JSON = orjson.OPT_SERIALIZE_NUMPY
@@ -131,15 +135,26 @@ class RolloutRecorder:
     # -- on the thread -----------------------------------------------------------------------------------
 
     def _record(self) -> None:
-        while (item := self._queue.get()) is not None:
-            try:
-                if isinstance(item, _Sampled):
-                    self._write(item.run_id, [self._sample(item)])
-                else:
-                    self._write(item.run_id, list(self._joins(item)))
-            except Exception as error:
-                log.warning("a rollout of %s was not kept: %s", item.run_id, error)
-            finally:
+        """Take what has come, a batch at a time: looking at a run's files costs more than a record does."""
+        ended = False
+        while not ended:
+            items = [self._queue.get()]
+            if items[0] is not None:
+                time.sleep(GATHERED)
+            while len(items) < WAITING and not self._queue.empty():  # nobody else takes from it
+                items.append(self._queue.get_nowait())
+            lines = defaultdict[str, list[bytes]](list)
+            for item in items:
+                if item is None:
+                    ended = True
+                    continue
+                with _warning(item.run_id):
+                    records = [self._sample(item)] if isinstance(item, _Sampled) else self._joins(item)
+                    lines[item.run_id] += [orjson.dumps(record, option=_JSON) + b"\n" for record in records]
+            for run_id, written in lines.items():
+                with _warning(run_id):
+                    self._write(run_id, written)
+            for _ in items:
                 self._queue.task_done()
 
     def _sample(self, item: _Sampled) -> dict[str, Any]:
@@ -212,23 +227,33 @@ class RolloutRecorder:
         self._next[run_id] += 1
         return self._next[run_id]
 
-    def _write(self, run_id: str, records: list[dict[str, Any]]) -> None:
-        if not records:
-            return
+    def _write(self, run_id: str, lines: list[bytes]) -> None:
         directory = self._home.run_dir(run_id) / DIRECTORY
-        if not directory.parent.is_dir():
-            return  # the run was deleted
+        if not lines or not directory.parent.is_dir():
+            return  # nothing was joined, or the run was deleted
         directory.mkdir(exist_ok=True)
         parts = sorted(directory.glob("*.jsonl"))
-        lines = b"".join(orjson.dumps(record, option=_JSON) + b"\n" for record in records)
-        if not parts or parts[-1].stat().st_size + len(lines) > self._budget // PARTS:
-            number = int(parts[-1].stem) + 1 if parts else 1
-            parts.append(directory / f"{number:06}.jsonl")
-        _append(parts[-1], lines)
-        sizes = [part.stat().st_size for part in parts]
-        while sum(sizes) > self._budget and len(parts) > 1:
-            parts.pop(0).unlink(missing_ok=True)
-            sizes.pop(0)
+        sizes, most = [part.stat().st_size for part in parts], self._budget // PARTS
+        while lines:
+            if not parts or sizes[-1] + len(lines[0]) > most:
+                parts.append(directory / f"{int(parts[-1].stem) + 1 if parts else 1:06}.jsonl")
+                sizes.append(0)
+            fit = max(1, bisect_right(list(accumulate(map(len, lines), initial=sizes[-1])), most) - 1)
+            _append(parts[-1], b"".join(lines[:fit]))
+            sizes[-1] += sum(map(len, lines[:fit]))
+            lines = lines[fit:]
+            while sum(sizes) > self._budget and len(parts) > 1:
+                parts.pop(0).unlink(missing_ok=True)
+                sizes.pop(0)
+
+
+@contextmanager
+def _warning(run_id: str) -> Iterator[None]:
+    """Nothing that fails here may end the thread."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("a rollout of %s was not kept: %s", run_id, error)
 
 
 def _append(path: Path, lines: bytes) -> None:
@@ -250,7 +275,10 @@ def _digest(tokens: np.ndarray) -> bytes:
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
-    return np.round(np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=0.0, neginf=-99999.0), 5)
+    values = values.astype(np.float32)
+    if not np.isfinite(values).all():
+        values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=-99999.0)
+    return np.round(values, 5)
 
 
 def _ends(advantages: np.ndarray | None, length: int) -> list[int]:
