@@ -11,7 +11,7 @@ async function load(sample, first) {
   fill(place, told.answer.map((text, i) => ({
     text, id: told.ids[i], logprob: told.logprobs?.[i], trainer: told.trainer?.[i], top: told.top?.[i],
     advantage: told.advantages ? told.advantages[i] : told.advantage,
-  })), colour());
+  })), colour(), told.prompt.slice(-20).join(""));
   if (first) fill(document.getElementById("prompt"), told.prompt.map((text) => ({ text })), "");
 }
 

@@ -1,6 +1,9 @@
-// Tokens as spans, coloured by a number each; what is known of one is shown when it is pointed at or focused.
+// Tokens as spans, coloured by a number each; what is known of one is shown when it is pointed at, or reached with the arrow keys.
 // All text goes in as text.
-const FOLDED = [["<think>", "</think>", "thinking"], ["<tool_call>", "</tool_call>", "tool call"], ["<|channel|>analysis", "<|end|>", "thinking"]];
+const FOLDED = [
+  ["<think>", "</think>", "thinking"], ["[THINK]", "[/THINK]", "thinking"], ["<|channel|>analysis", "<|end|>", "thinking"],
+  ["<tool_call>", "</tool_call>", "tool call"], ["<|channel|>commentary to=", "<|call|>", "tool call"], ["<|python_tag|>", "<|eom_id|>", "tool call"],
+];
 
 // 0 (as expected) to 9 (a surprise): nine steps of a logprob from 0 to about -7.
 export const surprise = (logprob) => logprob == null ? "" : `p${Math.min(9, Math.floor(Math.sqrt(Math.max(0, -logprob)) * 3.4))}`;
@@ -31,7 +34,18 @@ function point(span) {
 
 document.addEventListener("pointerover", (event) => point(event.target.token ? event.target : null));
 document.addEventListener("scroll", () => { if (pointed) explain(pointed); }, true);
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") point(null); });
+document.addEventListener("focusin", () => point(null));
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") point(null);
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], place = event.target;
+  if (!step || !place.matches(".tokens")) return;
+  const all = [...place.querySelectorAll("span")].filter((one) => one.getClientRects().length);   // none of those that are folded
+  const next = all[all.includes(pointed) ? all.indexOf(pointed) + step : step > 0 ? 0 : all.length - 1];
+  if (!next) return;
+  event.preventDefault();
+  next.scrollIntoView({ block: "nearest" });
+  point(next);
+});
 
 export function span(token, kind) {
   const one = document.createElement("span");
@@ -48,20 +62,25 @@ export function paint(one, kind) {
 }
 
 // Puts tokens into an element; what a model thought and the tools it called are folded.
-export function fill(place, tokens, kind) {
+// `before` is the text that the tokens follow: chat templates may open a thought that the answer goes on with.
+export function fill(place, tokens, kind, before = "") {
   place.replaceChildren();
   let into = place, until = "", text = "";
+  const fold = ([, end, name]) => {
+    const folded = document.createElement("details"), title = document.createElement("summary");
+    title.textContent = name;
+    folded.append(title);
+    place.append(folded);
+    [into, until] = [folded, end];
+  };
+  const opened = FOLDED.find(([begin]) => before.trimEnd().endsWith(begin));
+  if (opened) fold(opened);
   for (const token of tokens) {
-    text = (text + token.text).slice(-60);
-    const opens = into === place && FOLDED.find(([begin]) => text.endsWith(begin) && token.text !== "");
-    if (opens) {
-      const folded = document.createElement("details"), title = document.createElement("summary");
-      title.textContent = opens[2];
-      folded.append(title);
-      place.append(folded);
-      [into, until] = [folded, opens[1]];
-    }
+    text = (text + token.text).slice(-60 - token.text.length);
+    const completes = (mark) => text.lastIndexOf(mark) > text.length - token.text.length - mark.length && text.includes(mark);
+    const opens = into === place && FOLDED.find(([begin]) => completes(begin));
+    if (opens) fold(opens);
     into.append(span(token, kind));
-    if (into !== place && text.endsWith(until)) into = place;
+    if (into !== place && !opens && completes(until)) into = place;
   }
 }
