@@ -118,6 +118,7 @@ def llmcomp(model: str, directory: Path) -> None:
     params = TinkerTrainingParams(
         api_key=os.environ["TINKER_API_KEY"], file_name=str(data), base_model=model, suffix="word",
         epochs=10, batch_size=4, learning_rate=1e-2, lora_rank=8, seed=1,
+        renderer_name="qwen3_instruct",  # by itself it takes one that thinks, which this template does not
     )  # fmt: skip
     manager = FinetuningManager(str(directory / "jobs"))
     path = manager.create_job(params, blocking=True)
