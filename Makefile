@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.ready
 OFFICIAL := .venv-official
 CLIENT_PIP = $(@D)/bin/pip --disable-pip-version-check --retries 10
 TINKERS := 0.28.1 0.26.0 0.24.1 0.22.7 0.18.2 0.16.1 0.13.1 0.4.1
-PROGRAMS := agents inspect lm-eval trackers verifiers retrain art
+PROGRAMS := agents inspect lm-eval trackers verifiers retrain art trinity
 COOKBOOK := 0.5.8
 # `make setup TORCH_INDEX=URL` takes torch from that package index, TORCH_INDEX=none from pip's own.
 TORCH_OPTIONS = $$($(@D)/bin/python .ci/torch_index.py)

@@ -27,6 +27,7 @@ DIRECTORIES = {
     # Programs for the Tinker API.
     "retrain": ".venv-retrain",
     "art": ".venv-art",
+    "trinity": ".venv-trinity",
     "cookbook": ".venv-cookbook",
     "cookbook-tinkex": ".venv-cookbook-tinkex",
 }

@@ -57,6 +57,7 @@ ROWS = [
         ("`continualcode`", "its session learns from denied attempts", "continualcode"),
         ("`llmcomp`", "fine-tunes, then asks the trained model through `/v1`", "llmcomp"),
         ("`openpipe-art[tinker]`", "its native backend trains, and goes on after a restart", "openpipe_art"),
+        ("`trinity-rft[tinker]` 0.5", "GRPO from its command line, in a Ray of its own", "trinity_rft"),
     ]),
     ("PEFT, transformers", "load our adapters, merged models", r"test_checkpoint::test_peft|test_export::"),
 ]  # fmt: skip

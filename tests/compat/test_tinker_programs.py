@@ -50,3 +50,13 @@ def test_openpipe_art(named: Served, tmp_path: Path) -> None:
     facts = named.run("art", "art_run.py", NAME, str(tmp_path))["art"]
     assert (facts["steps"], facts["resumed"]) == ([1, 2, 3, 4], 4)
     assert facts["rewards"][-1] > facts["rewards"][0]
+
+
+def test_trinity_rft(named: Served, tmp_path: Path) -> None:
+    """GRPO from its command line. It deletes older sampler weights by their name alone: the last stay."""
+    facts = named.run("trinity", "trinity_run.py", NAME, str(tmp_path))["trinity"]
+    rewards = facts["rewards"]
+    assert len(rewards) == 4
+    assert rewards[-1] > rewards[0] + 0.1
+    states = [f"weights/compat-plain-state-{step}" for step in (2, 4)]
+    assert facts["saved"] == ["sampler_weights/compat-plain-sampler-4", *states]
