@@ -1,6 +1,6 @@
 """What a GGUF file says of a model, from its config.json.
 
-What one architecture has alone is in `gguf_layouts`. The other direction of `gguf_families`.
+What one architecture has alone is in `gguf_fields`. The other direction of `gguf_families`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.request import user_error
-from tinkex.engine.torch.gguf_layouts import Fields, global_head_dim, head_dim, layout_of, rope_of
+from tinkex.engine.torch.gguf_fields import Fields, global_head_dim, head_dim, rope_of
+from tinkex.engine.torch.gguf_layouts import layout_of
 from tinkex.engine.torch.models.rotary import llama3_frequencies
 
 
