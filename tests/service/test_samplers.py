@@ -20,7 +20,7 @@ from tinkex.service.config import ServiceConfig
 from tinkex.service.fair_semaphore import FairSemaphore
 from tinkex.service.futures import Completions
 from tinkex.service.refusal import Refusal
-from tinkex.service.samplers import _fingerprint
+from tinkex.service.sample_requests import fingerprint
 from tinkex.service.served_models import ServedModels
 from tinkex.service.service import Service
 from tinkex.types import futures, sampling
@@ -456,8 +456,8 @@ def test_every_field_tells_a_sample_from_another():
         params = SamplingParams(**{k: v for k, v in changed.items() if k not in own})
         request = sampling.SampleRequest(prompt, params)
         request = replace(request, **{k: v for k, v in changed.items() if k in own})
-        found.append(_fingerprint(request))
-        assert found[-1] == _fingerprint(replace(request, seq_id=5))
+        found.append(fingerprint(request))
+        assert found[-1] == fingerprint(replace(request, seq_id=5))
     assert len(set(found)) == len(OTHERWISE) + 3
 
 

@@ -9,7 +9,6 @@ One connection, used by one thread at a time; statements are short. Knows nothin
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 import time
@@ -20,9 +19,19 @@ from typing import Any, TypeVar, cast
 
 from tinkex.errors import TinkerError
 from tinkex.service import ledger_schema, rows
+from tinkex.service.ledger_queries import (
+    ADD_TO_USAGE,
+    CHECKPOINT,
+    LISTED,
+    UNEXPIRED,
+    listed,
+    run_clauses,
+    search_clauses,
+    within,
+)
 from tinkex.service.rows import CheckpointRow, KeyRow, RunRow, SamplerRow, Scope, SessionRow
 from tinkex.store import sync_path
-from tinkex.types.sessions import ClientFinishedSessionStatusQuery, SessionSearchRequest, UserSearchOwner
+from tinkex.types.sessions import SessionSearchRequest
 
 FILES = ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm")  # in a home
 BUSY_SECONDS = 5.0  # how long a write waits for another process's (the CLI's) to be done
@@ -268,7 +277,7 @@ class Ledger:
                 self._do(f"DELETE FROM {table} WHERE session_id = ?", [session_id])
 
     def sessions(self, scope: Scope, *, limit: int, offset: int = 0) -> rows.RowPage[SessionRow]:
-        return self._page(SessionRow, *_within(scope), "session_id", limit, offset)
+        return self._page(SessionRow, *within(scope), "session_id", limit, offset)
 
     def last_seen(self) -> float | None:
         """The last time at which any client was heard of."""
@@ -286,8 +295,8 @@ class Ledger:
 
         `scope` is what the caller may see; of `query.owner` only `user`'s list is looked at here.
         """
-        where, values = _within(scope)
-        for clause, *given in _search_clauses(query):
+        where, values = within(scope)
+        for clause, *given in search_clauses(query):
             where, values = f"{where} AND {clause}", [*values, *given]
         saved = "FROM checkpoints JOIN runs USING (run_id) WHERE runs.session_id = sessions.session_id"
         found = self._read(
@@ -324,14 +333,14 @@ class Ledger:
     def runs(
         self, scope: Scope, *, limit: int, offset: int = 0, project_id: str | None = None
     ) -> rows.RowPage[RunRow]:
-        return self._page(RunRow, *_within(scope, project_id), "rowid", limit, offset)
+        return self._page(RunRow, *within(scope, project_id), "rowid", limit, offset)
 
     def find_runs(
         self, query: rows.RunQuery, scope: Scope, *, limit: int, offset: int = 0
     ) -> rows.RowPage[RunRow]:
         """Those that match, in the order that is asked for."""
-        where, values = _within(scope)
-        for clause, *given in _run_clauses(query):
+        where, values = within(scope)
+        for clause, *given in run_clauses(query):
             where, values = f"{where} AND {clause}", [*values, *given]
         assert query.order in rows.RUN_ORDERS, query.order
         way = "DESC" if query.descending else "ASC"
@@ -345,19 +354,19 @@ class Ledger:
 
     def run_models(self, scope: Scope) -> list[str]:
         """The base models that there are runs of."""
-        where, values = _within(scope)
+        where, values = within(scope)
         found = self._read(f"SELECT DISTINCT base_model FROM runs WHERE {where} ORDER BY base_model", values)
         return [name for (name,) in found]
 
     def runs_with_parents(self, scope: Scope, *, limit: int) -> list[RunRow]:
         """Those that were made from a checkpoint, newest first."""
-        where, values = _within(scope)
+        where, values = within(scope)
         rest = f"WHERE {where} AND parent IS NOT NULL ORDER BY created_at DESC LIMIT ?"
         return self._select(RunRow, rest, [*values, limit])
 
     def runs_called(self, text: str, scope: Scope) -> list[RunRow]:
         """Those of that name, or whose id begins so: two at most, to tell whether it is one."""
-        where, values = _within(scope)
+        where, values = within(scope)
         where = f"{where} AND (name = ? OR substr(run_id, 1, ?) = ?)"
         rest = f"WHERE {where} ORDER BY created_at DESC LIMIT 2"
         return self._select(RunRow, rest, [*values, text, len(text), text])
@@ -377,15 +386,12 @@ class Ledger:
 
     def runs_in_state(self, *states: rows.StoredRunState) -> list[RunRow]:
         """Oldest first: those to restore at start."""
-        return self._select(RunRow, f"WHERE state IN {_LISTED} ORDER BY created_at, rowid", [_listed(states)])
+        return self._select(RunRow, f"WHERE state IN {LISTED} ORDER BY created_at, rowid", [listed(states)])
 
     # -- which server owns a session (where several share a ledger) --------------------------------------
 
     def lease(self, session_id: str) -> rows.LeaseRow | None:
         return self._one(rows.LeaseRow, "session_id = ?", session_id)
-
-    def sessions_owned(self, server: str) -> list[str]:
-        return [name for (name,) in self._read("SELECT session_id FROM leases WHERE server = ?", [server])]
 
     # -- samplers and custom losses ----------------------------------------------------------------------
 
@@ -424,13 +430,13 @@ class Ledger:
             return self._insert(CheckpointRow, vars(row), "ON CONFLICT (run_id, kind, name) DO NOTHING")
 
     def checkpoint(self, run_id: str, kind: str, name: str) -> CheckpointRow | None:
-        return self._one(CheckpointRow, _CHECKPOINT, run_id, kind, name)
+        return self._one(CheckpointRow, CHECKPOINT, run_id, kind, name)
 
     def update_checkpoint(self, run_id: str, kind: str, name: str, **changes: Any) -> bool:
-        return self._update(CheckpointRow, _CHECKPOINT, [run_id, kind, name], changes)
+        return self._update(CheckpointRow, CHECKPOINT, [run_id, kind, name], changes)
 
     def delete_checkpoint(self, run_id: str, kind: str, name: str) -> bool:
-        return self._do(f"DELETE FROM checkpoints WHERE {_CHECKPOINT}", [run_id, kind, name])
+        return self._do(f"DELETE FROM checkpoints WHERE {CHECKPOINT}", [run_id, kind, name])
 
     def checkpoints_of_run(self, run_id: str) -> list[CheckpointRow]:
         """Newest first."""
@@ -440,15 +446,15 @@ class Ledger:
         self, scope: Scope, *, limit: int, offset: int = 0, now: float = 0.0
     ) -> rows.RowPage[CheckpointRow]:
         """Those that have not expired by `now`."""
-        where, values = _within(scope)
-        return self._page(CheckpointRow, f"{where} AND {_UNEXPIRED}", [*values, now], "rowid", limit, offset)
+        where, values = within(scope)
+        return self._page(CheckpointRow, f"{where} AND {UNEXPIRED}", [*values, now], "rowid", limit, offset)
 
     def latest_checkpoints(
         self, run_ids: Sequence[str], now: float = 0.0
     ) -> dict[tuple[str, str], CheckpointRow]:
         """The newest of each kind of each run that has not expired by `now`, by (run id, kind)."""
-        rest = f"WHERE run_id IN {_LISTED} AND {_UNEXPIRED} ORDER BY created_at, rowid"
-        found = self._select(CheckpointRow, rest, [_listed(run_ids), now])
+        rest = f"WHERE run_id IN {LISTED} AND {UNEXPIRED} ORDER BY created_at, rowid"
+        found = self._select(CheckpointRow, rest, [listed(run_ids), now])
         return {(row.run_id, row.kind): row for row in found}
 
     def expired_checkpoints(self, now: float) -> list[CheckpointRow]:
@@ -456,7 +462,7 @@ class Ledger:
 
     def storage(self, scope: Scope, *, project_id: str | None = None) -> list[rows.Storage]:
         """What checkpoints take up, by owner and project."""
-        where, values = _within(scope, project_id)
+        where, values = within(scope, project_id)
         totals = self._read(
             f"SELECT owner, project_id, count(*), sum(size_bytes) FROM checkpoints WHERE {where} "
             f"GROUP BY owner, project_id ORDER BY owner, project_id",
@@ -470,11 +476,11 @@ class Ledger:
         """Add to what was used; rows that differ in the amount alone become one."""
         with self.transaction():
             for row in used:
-                self._insert(rows.UsageRow, vars(row), _ADD_TO_USAGE)
+                self._insert(rows.UsageRow, vars(row), ADD_TO_USAGE)
 
     def usage(self, start: float, end: float, scope: Scope) -> list[rows.UsageRow]:
         """Usage of the hours that begin in [start, end), summed over runs (`run_id` is None)."""
-        where, values = _within(scope)
+        where, values = within(scope)
         group = "hour, owner, kind, project_id, session_id, base_model"
         found = self._read(
             f"SELECT hour, owner, kind, sum(amount), project_id, session_id, NULL, base_model FROM usage "
@@ -490,7 +496,7 @@ class Ledger:
         self, scope: Scope, *, kind: str = "", start: float | None = None, end: float | None = None
     ) -> list[rows.AuditRow]:
         """What was done in [start, end), oldest first; of one kind (`event` begins with "KIND.") if given."""
-        where, values = _within(scope)
+        where, values = within(scope)
         prefix = f"{kind}." if kind else None
         for clause, value in (("at >= ?", start), ("at < ?", end), ("instr(event, ?) = 1", prefix)):
             if value is not None:
@@ -553,93 +559,3 @@ def salvage(damaged: Path, ledger: Ledger) -> Iterator[str]:
                 pass  # the rows after it cannot be reached
             if found:
                 yield f"from the old file: {found} {table}"
-
-
-# -- SQL in pieces ---------------------------------------------------------------------------------------
-
-_CHECKPOINT = "run_id = ? AND kind = ? AND name = ?"
-_UNEXPIRED = "(expires_at IS NULL OR expires_at > ?)"
-_LISTED = "(SELECT value FROM json_each(?))"  # a list of any length as one parameter
-_ADD_TO_USAGE = """
-    ON CONFLICT (hour, owner, kind, ifnull(project_id, ''), ifnull(session_id, ''), ifnull(run_id, ''),
-                 ifnull(base_model, '')) DO UPDATE SET amount = usage.amount + excluded.amount"""
-
-
-def _listed(values: Iterable[str]) -> str:
-    return json.dumps(list(values))
-
-
-def _within(scope: Scope, project_id: str | None = None) -> tuple[str, list[Any]]:
-    given = [("owner = ?", scope.owner), ("owner = ?", scope.also), ("project_id = ?", scope.project)]
-    where, values = "1", list[Any]()
-    if scope.owner is not None:
-        clauses, values = zip(*((clause, value) for clause, value in given if value is not None), strict=True)
-        where, values = f"({' OR '.join(clauses)})", [*values]
-    return (where, values) if project_id is None else (f"{where} AND project_id = ?", [*values, project_id])
-
-
-def _run_clauses(query: rows.RunQuery) -> Iterator[tuple[Any, ...]]:
-    if query.text:
-        all_of_it = " || ' ' || ".join(("name", "run_id", "base_model", "tags", "owner"))
-        yield f"lower({all_of_it}) LIKE ? ESCAPE '!'", _containing(query.text.lower())
-    if query.model:
-        yield "base_model = ?", query.model
-    if query.tag:
-        yield "tags LIKE ? ESCAPE '!'", _containing(json.dumps(query.tag))
-    busy = f"(last_request_at >= ? OR run_id IN {_LISTED})"
-    heard = "(SELECT last_seen_at FROM sessions WHERE sessions.session_id = runs.session_id) >= ?"
-    at_work = query.active_since, _listed(query.busy)
-    match query.state:
-        case "running":
-            yield f"corrupted = 0 AND ended = '' AND {busy}", *at_work
-        case "idle":
-            yield f"corrupted = 0 AND ended = '' AND NOT {busy} AND {heard}", *at_work, query.heard_since
-        case "interrupted":
-            silent = f"ended = '' AND NOT {busy} AND NOT {heard}"
-            clause = f"corrupted = 0 AND (ended = 'interrupted' OR ({silent}))"
-            yield clause, *at_work, query.heard_since
-        case "finished":
-            yield ("corrupted = 0 AND ended = 'finished'",)
-        case "failed":
-            yield ("(corrupted = 1 OR ended = 'failed')",)
-        case _:
-            pass
-
-
-def _containing(text: str) -> str:
-    """What LIKE finds `text` with, whatever is in it; its escape character is "!"."""
-    return f"%{text.replace('!', '!!').replace('%', '!%').replace('_', '!_')}%"
-
-
-def _search_clauses(query: SessionSearchRequest) -> Iterator[tuple[Any, ...]]:
-    if query.session_id is not None:
-        yield "session_id = ?", query.session_id
-    if query.display_name is not None:
-        yield "display_name = ?", query.display_name
-    if query.project_ids is not None:
-        yield f"project_id IN {_LISTED}", _listed(query.project_ids)
-    if isinstance(query.owner, UserSearchOwner):
-        yield f"owner IN {_LISTED}", _listed(query.owner.owner_urns)
-    if query.user_metadata:
-        yield (
-            "NOT EXISTS (SELECT 1 FROM json_each(?) AS wanted WHERE NOT EXISTS (SELECT 1 "
-            "FROM json_each(sessions.user_metadata) AS had WHERE had.key = wanted.key "
-            "AND CAST(had.value AS TEXT) = wanted.value))",
-            json.dumps(query.user_metadata),
-        )
-    if query.statuses is not None:
-        types, reasons = set[str](), set[str]()
-        for status in query.statuses:
-            if isinstance(status, ClientFinishedSessionStatusQuery) and status.reasons is not None:
-                reasons.update(status.reasons)
-            else:
-                types.add(status.type)
-        yield (
-            f"(json_extract(status, '$.type') IN {_LISTED} OR json_extract(status, '$.reason.type') "
-            f"IN {_LISTED} AND json_extract(status, '$.type') = 'client_finished')",
-            _listed(types),
-            _listed(reasons),
-        )
-    if query.cursor is not None:
-        at = round(query.cursor.last_created_at.timestamp(), 6)
-        yield "(created_at, session_id) < (?, ?)", at, query.cursor.last_session_id

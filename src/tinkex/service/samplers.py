@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -19,8 +19,6 @@ from typing import Protocol
 
 from tinkex import tracing
 from tinkex.engine.protocol import Engine, EngineError, EngineLost, SampledTokens, SampleWork
-from tinkex.engine.request import token_ids
-from tinkex.errors import InvalidInputError
 from tinkex.service.access import Access
 from tinkex.service.activity import Activity
 from tinkex.service.adapter_cache import AdapterCaches, adapter_name
@@ -31,14 +29,14 @@ from tinkex.service.group_commit import GroupCommit
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import SamplerRow, UsageKind
+from tinkex.service.sample_requests import check_sample, fingerprint, sample_parts, sample_work
 from tinkex.service.saved_files import SavedFiles
 from tinkex.service.served_models import ServedModel, ServedModels
 from tinkex.types import sampling as types
 from tinkex.types.futures import PendingFuture, RequestFailedResponse, UntypedAPIFuture
-from tinkex.types.outputs import MAX_SAMPLE_BYTES, NewTokens, SampleResponse, sample_bytes
+from tinkex.types.outputs import MAX_SAMPLE_BYTES, NewTokens, SampleResponse
 
 CLONE_STRIDE = 1_000_000_000
-MAX_SAMPLES = 4096  # num_samples of one request
 PART = 64  # samples; a larger request is sampled in parts
 MAX_HELD = 4 * MAX_SAMPLE_BYTES  # of one owner's samples that list likely tokens or score prompts
 LOST_ANSWER = 10.0  # seconds for which a large result that was fetched is kept, whatever it takes
@@ -154,10 +152,10 @@ class Samplers:
         """Accept a sample; with `pieces`, its tokens are put there as they are drawn."""
         row = self._row(request, caller)
         model = self._models.find(row.base_model)
-        size = _check(request, model.max_context())
+        size = check_sample(request, model.max_context())
         key = None  # of what may be repeated
         if row.sampler_id and request.seq_id is not None:
-            key = row.sampler_id, request.seq_id, _fingerprint(request)
+            key = row.sampler_id, request.seq_id, fingerprint(request)
             if (future := self._futures.get(self._repeats.get(key, ""))) is not None:
                 return future
         if self._stopped:
@@ -252,11 +250,11 @@ class Samplers:
         sample.future.queue_state = "paused_capacity", f"the base model {sample.model.name} is being loaded"
         engine = await sample.model.load()
         sample.future.queue_state = ACTIVE
-        _check(sample.request, engine.info.max_context)  # it may not have been known before
+        check_sample(sample.request, engine.info.max_context)  # it may not have been known before
         return engine
 
     def _sample_on(self, engine: Engine, sample: _Sample) -> Awaitable[SampleResponse]:
-        work = _work(sample.request, sample.row)
+        work = sample_work(sample.request, sample.row)
         size = min(PART, self._permits_of(sample.model).most)
         if work.num_samples <= size:
             return self._sample_part(engine, sample, work)
@@ -266,7 +264,7 @@ class Samplers:
         self, engine: Engine, sample: _Sample, work: SampleWork, size: int
     ) -> SampleResponse:
         """Sample a large request such that other owners have their turn in between."""
-        parts = [self._sample_part(engine, sample, part) for part in _parts(work, size)]
+        parts = [self._sample_part(engine, sample, part) for part in sample_parts(work, size)]
         tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
         try:
             responses = await asyncio.gather(*tasks)
@@ -404,60 +402,6 @@ def _sequence_ids(request_id: str, count: int) -> list[str]:
     return [f"{request_id}.{n}" for n in range(count)]
 
 
-def _check(request: types.SampleRequest, limit: int | None) -> int:
-    """What must be a 400, because clients act on it: the prompt is too long or no text, the result too large.
-
-    Returns how many bytes of the result lists and scores may take. `limit` is the context, if it is known.
-    """
-    if request.num_samples > MAX_SAMPLES:
-        raise Refusal(400, f"num_samples must be at most {MAX_SAMPLES}, got {request.num_samples}")
-    try:
-        length = len(token_ids(request.prompt, "prompt"))
-    except InvalidInputError as error:
-        raise Refusal(400, str(error)) from None
-    tokens = request.sampling_params.max_tokens or 1
-    # Scoring a prompt draws one token that is not returned, and needs no room for it.
-    scoring = tokens == 1 and bool(
-        request.prompt_logprobs
-        or request.topk_prompt_logprobs
-        or request.prompt_alt_tokens_k
-        or request.target_prompt_logprobs is not None
-    )
-    if limit is not None and length + tokens > limit + scoring:
-        raise Refusal(
-            400,
-            "Prompt length plus max_tokens exceeds the model's context window: "
-            f"{length} + {tokens} > {limit}",
-        )
-    if request.sampling_params.max_tokens is None and limit is not None:
-        tokens = max(1, limit - length)
-    scores = (
-        request.prompt_logprobs, request.topk_prompt_logprobs, request.topk_sample_logprobs,
-        request.target_prompt_logprobs, request.prompt_alt_tokens_k,
-    )  # fmt: skip
-    try:
-        size = sample_bytes(length, tokens, request.num_samples, *scores)
-        return size - sample_bytes(0, tokens, request.num_samples) if any(scores) else 0
-    except InvalidInputError as error:
-        raise Refusal(400, str(error)) from None
-
-
-def _fingerprint(request: types.SampleRequest) -> int:
-    """Clones of a sampler may use the same seq ids, and none must get another's result."""
-    params, targets = request.sampling_params, request.target_prompt_logprobs
-    given = params.stop
-    stop = given if given is None or isinstance(given, str) else (tuple(given),)
-    scored = None if targets is None else (targets.to_numpy().tobytes(), *targets.dense_shape)
-    return hash((
-        request.prompt.to_numpy().tobytes(), request.num_samples, request.prompt_logprobs,
-        request.topk_prompt_logprobs, request.topk_sample_logprobs, scored, request.prompt_alt_tokens_k,
-        request.prompt_logprobs_last_n, request.record_stability_info,
-        params.max_tokens, params.seed, stop, params.temperature, params.top_k, params.top_p,
-        params.presence_penalty, params.frequency_penalty, params.repetition_penalty, params.min_p,
-        params.min_tokens, params.ignore_eos, str(params.logit_bias), str(params.grammar),
-    ))  # fmt: skip
-
-
 async def _stream(engine: Engine, sample: _Sample, work: SampleWork) -> SampleResponse:
     assert sample.pieces is not None
     try:
@@ -472,34 +416,3 @@ async def _stream(engine: Engine, sample: _Sample, work: SampleWork) -> SampleRe
             raise EngineError(str(error)) from error
         raise
     raise EngineError("the engine's stream ended without a response")
-
-
-def _parts(work: SampleWork, size: int) -> Iterator[SampleWork]:
-    """A request in parts of `size` samples; the first one scores the prompt."""
-    yield replace(work, num_samples=size)
-    rest = replace(
-        work, prompt_logprobs=False, prompt_logprobs_last_n=None, topk_prompt_logprobs=0,
-        target_prompt_logprobs=None, prompt_alt_tokens_k=0,
-    )  # fmt: skip
-    for first in range(size, work.num_samples, size):
-        yield replace(rest, num_samples=min(size, work.num_samples - first), first_sample=first)
-
-
-def _work(request: types.SampleRequest, row: SamplerRow) -> SampleWork:
-    params, given = request.sampling_params, request.sampling_params.stop
-    stops = [given] if isinstance(given, str) else given or []
-    strings = tuple(stop.encode() for stop in stops if isinstance(stop, str))
-    ids = [stop for stop in stops if isinstance(stop, int)]
-    return SampleWork(
-        request.prompt.to_numpy(),
-        replace(params, stop=ids or None) if strings else params,
-        row.adapter,
-        request.num_samples,
-        strings,
-        request.prompt_logprobs,
-        request.prompt_logprobs_last_n,
-        request.topk_prompt_logprobs,
-        request.topk_sample_logprobs,
-        request.target_prompt_logprobs,
-        request.prompt_alt_tokens_k,
-    )
