@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from tests.engine.thread_ranks import ThreadShards, ThreadTeam
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import (
     CreateAdapter,
@@ -44,8 +45,7 @@ from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.tensor_parallel import sharding
 from tinkex.engine.torch.tensor_parallel.ranks import Ranks
 from tinkex.engine.torch.tensor_parallel.sharding import LoadedPart, local_config
-from tinkex.engine.torch.tensor_parallel.shards import Shards, ThreadShards
-from tinkex.engine.torch.tensor_parallel.team import ThreadTeam
+from tinkex.engine.torch.tensor_parallel.shards import Shards
 from tinkex.engine.torch.tensor_parallel.worker import load_follower
 from tinkex.errors import InvalidInputError
 from tinkex.types.data import Datum, ModelInput

@@ -132,11 +132,6 @@ class Follower:
         return self._runner.logits(self._h_TD, rows, self._of(adapters), counts)
 
 
-def _from_rank_0(lp: Tensor, first: int, last: int) -> Tensor:
-    """Where the gradient of the loss arrives, which rank 0 computes."""
-    return torch.empty_like(lp)
-
-
 def plain_choice(temperature: np.ndarray, keys: np.ndarray) -> Choice:
     """Draws without any cut."""
     return Choice(temperature, np.zeros(len(keys), np.int64), np.ones(len(keys), np.float32), keys)

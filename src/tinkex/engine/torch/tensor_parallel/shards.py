@@ -10,8 +10,7 @@ Shapes: T tokens, N rows, D width, V padded vocabulary of this rank.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -184,49 +183,3 @@ class ProcessShards(Shards):
         self._device.abort()
         if self._host is not self._device:
             self._host.abort()
-
-
-class ThreadShards(Shards):
-    """A rank that is a thread of this process, for tests: all ranks may be on one device."""
-
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        super().__init__(rank, len(meeting.places))
-        self._meeting = meeting
-
-    @classmethod
-    def group(cls, count: int, timeout: float = 120.0) -> list[ThreadShards]:
-        meeting = Meeting(count, timeout)
-        return [cls(rank, meeting) for rank in range(count)]
-
-    def _reduce(self, x: Tensor, how: Reduction) -> None:
-        def reduced(all_x: Sequence[Tensor]) -> Tensor:
-            out = all_x[0].clone()
-            for other in all_x[1:]:
-                out = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[how](out, other)
-            return out
-
-        x.copy_(self._meeting.exchange(self.rank, x, reduced))
-
-    def _broadcast(self, x: Tensor) -> None:
-        x.copy_(self._meeting.exchange(self.rank, x, lambda all_x: all_x[0].clone()))
-
-    def _gather(self, x: Tensor) -> list[Tensor]:
-        return self._meeting.exchange(self.rank, x, lambda all_x: [one.clone() for one in all_x])
-
-    def close(self) -> None:
-        self._meeting.barrier.abort()
-
-
-class Meeting:
-    """Where the threads of a group exchange tensors."""
-
-    def __init__(self, count: int, timeout: float) -> None:
-        self.places: list[Any] = [None] * count
-        self.barrier = threading.Barrier(count, timeout=timeout)
-
-    def exchange(self, rank: int, x: Tensor, make: Callable[[Sequence[Tensor]], Any]) -> Any:
-        self.places[rank] = x
-        self.barrier.wait()
-        made = make(self.places)
-        self.barrier.wait()  # all have read: each may change its own
-        return made

@@ -1,4 +1,4 @@
-"""The ranks of one engine's tensor-parallel group, as rank 0 sees them: processes, or threads in tests.
+"""The ranks of one engine's tensor-parallel group, as rank 0 sees them.
 
 Orders reach every rank in the order they are given. A rank that ends, or that fails in an order, takes the
 group with it: `check` says so from then on, and waiting collectives end. Knows nothing of what orders mean.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-import queue
 import shutil
 import socket
 import subprocess
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from tinkex.engine.protocol import EngineConfig, EngineError, EngineLost
-from tinkex.engine.torch.tensor_parallel.shards import ProcessShards, Shards, ThreadShards
+from tinkex.engine.torch.tensor_parallel.shards import ProcessShards, Shards
 
 log = logging.getLogger("tinkex")
 _PATIENCE = 10.0  # seconds that a rank may take to end
@@ -165,42 +164,3 @@ def _receive(connection: Connection, rank: int) -> Any:
         return connection.recv()
     except (EOFError, OSError):
         raise EngineError(f"rank {rank} ended while it was starting; its messages are in the log") from None
-
-
-class ThreadTeam(Team):
-    """Ranks that are threads of this process; `build` makes each rank's `Follower.execute`."""
-
-    def __init__(self, ranks: list[ThreadShards], build: Callable[[Shards], Callable[[Any], None]]) -> None:
-        super().__init__(ranks[0])
-        self._queues: list[queue.SimpleQueue[Any]] = []
-        self._threads: list[threading.Thread] = []
-        for shards in ranks[1:]:
-            orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            self._queues.append(orders)
-            self._threads.append(
-                threading.Thread(target=self._follow, args=(shards, build, orders), daemon=True)
-            )
-            self._threads[-1].start()
-
-    def _follow(
-        self, shards: Shards, build: Callable[[Shards], Callable[[Any], None]], orders: queue.SimpleQueue[Any]
-    ) -> None:
-        try:
-            execute = build(shards)
-            while (order := orders.get()) is not None:
-                execute(order)
-        except BaseException as error:
-            self.lose(f"rank {shards.rank} failed: {type(error).__name__}: {error}")
-
-    def least_free(self) -> float:
-        return float("inf")
-
-    def _send(self, order: Any) -> None:
-        for orders in self._queues:
-            orders.put(order)
-
-    def _end(self) -> None:
-        for orders in self._queues:
-            orders.put(None)
-        for thread in self._threads:
-            thread.join(_PATIENCE)
