@@ -15,7 +15,7 @@ import time
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -248,7 +248,7 @@ class RolloutRecorder:
 
 
 @contextmanager
-def _warning(run_id: str) -> Iterator[None]:
+def _warning(run_id: str) -> Generator[None]:
     """Nothing that fails here may end the thread."""
     try:
         yield

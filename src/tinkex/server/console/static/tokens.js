@@ -9,6 +9,7 @@ const FOLDED = [
 export const surprise = (logprob) => logprob == null ? "" : `p${Math.min(9, Math.floor(Math.sqrt(Math.max(0, -logprob)) * 3.4))}`;
 export const signed = (value, scale) => value == null ? "" : `${value < 0 ? "n" : "g"}${Math.min(4, Math.round(Math.abs(value) / scale * 4))}`;
 
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\ufeff]/g;   // a pointer finds no place on these
 const shown = (v) => v == null ? "–" : (+v).toFixed(4);
 let tip = null, pointed = null;
 
@@ -50,7 +51,7 @@ document.addEventListener("keydown", (event) => {
 export function span(token, kind) {
   const one = document.createElement("span");
   one.token = token;
-  one.textContent = token.text === "" ? "·" : token.text;
+  one.textContent = token.text.replace(UNSEEN, "·") || "·";
   paint(one, kind);
   return one;
 }
