@@ -41,7 +41,7 @@ ROWS = [
     ("`openai` Python client", "`/v1` of `tinkex serve`, streaming too", r"compat\.test_openai::"),
     *((name, how, rf"compat\.test_programs::test_{test}$") for name, how, test in [
         ("`openai` 3 and 2, `anthropic` 2", "tools, schemas, streams, `/v1/responses`, `/v1/messages`",
-         r"(openai\[.*\]|anthropic)"),
+         r"(openai\[.*\]|fields\[.*\]|anthropic)"),
         ("`litellm`", "OpenAI's and Anthropic's formats, tools, streams", "litellm"),
         ("`langchain-openai`", "tools, structured output, streams", "langchain"),
         ("`instructor`", "tools and JSON schema", "instructor"),

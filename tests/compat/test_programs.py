@@ -13,6 +13,7 @@ import tinkex
 from tests.compat.clients.report import MODEL
 from tests.compat.conftest import EOS, Served, serving
 from tests.engine.tiny import tiny_model, tiny_tokenizer
+from tests.server.api_fields import CHAT, COMPLETIONS, COUNT, MESSAGES, RESPONSES
 
 CITIES, DAYS = ("Bern", "Rome"), (1, 2)
 
@@ -48,6 +49,19 @@ def test_openai(roomy: Served, environment: str) -> None:
     assert is_weather(facts["parsed"])
     assert all(map(is_weather, facts["responses"]))
     assert facts["texts"][0] == facts["texts"][1]
+
+
+@pytest.mark.parametrize("environment", ["inspect", "agents"])
+def test_fields(roomy: Served, environment: str) -> None:
+    """It is known what is done with every field that the SDKs can send: tests/server/test_api_fields.py."""
+    names = facts_of(roomy, environment, "fields")["names"]
+    tables = {
+        "/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/responses": RESPONSES,
+        "/v1/messages": MESSAGES, "/v1/messages/count_tokens": COUNT,
+    }  # fmt: skip
+    assert {path: sorted(set(given) - set(tables[path])) for path, given in names.items()} == {
+        path: [] for path in tables
+    }
 
 
 def test_anthropic(roomy: Served) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from tests.server.conftest import MODEL, Running
+from tests.server.conftest import MODEL, Running, server_config
 
 BEARER = {"authorization": "Bearer EMPTY"}  # no key is configured: any is a tenant
 WEATHER = {
@@ -184,9 +187,20 @@ def test_token_ids_and_prompt_logprobs_come_on_request(server: Running) -> None:
     pieces = streamed(server, max_tokens=6, return_token_ids=True)
     assert pieces[0]["prompt_token_ids"] == prompt
     assert [t for p in pieces[1:] for t in p["choices"][0]["token_ids"]] == one["token_ids"]
+    last = streamed(server, max_tokens=6, prompt_logprobs=1)[-1]
+    assert last["prompt_logprobs"] == scores
     body = {"model": MODEL, "prompt": "x", "max_tokens": 3, "return_token_ids": True}
     (done,) = post(server, "/v1/completions", body).json["choices"]
     assert (len(done["prompt_token_ids"]), len(done["token_ids"]) <= 3) == (1, True)
+
+
+def test_usage_is_told_in_every_chunk_on_request(server: Running) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    pieces = streamed(server, max_tokens=6, return_token_ids=True, stream_options=options)
+    drawn = [len(p["choices"][0]["token_ids"]) for p in pieces[1:-1]]
+    told = [p["usage"]["completion_tokens"] for p in pieces[1:-1]]
+    assert told == [sum(drawn[: i + 1]) for i in range(len(drawn))]
+    assert pieces[-1]["usage"]["completion_tokens"] == told[-1]
 
 
 def test_a_final_message_of_the_assistant_is_continued(server: Running) -> None:
@@ -201,6 +215,18 @@ def test_a_final_message_of_the_assistant_is_continued(server: Running) -> None:
     assert text(continue_final_message=False).endswith("It is<|im_end|>\n<|im_start|>assistant\n")
     assert text(add_generation_prompt=True).endswith("<|im_start|>assistant\n")
     assert chat(server, messages=messages, max_tokens=3)["usage"]["prompt_tokens"] > 0
+
+
+def test_text_is_there_from_the_first_request_on(tmp_path: Path, tokenizer_dir: Path) -> None:
+    """All that it needs is read before the server says that it serves: reading it takes seconds."""
+    copy = Path(shutil.copytree(tokenizer_dir, tmp_path / "model"))
+    running = Running(server_config(tmp_path / "home", str(copy)))
+    for file in copy.iterdir():
+        file.write_text("no longer readable")
+    try:
+        assert chat(running, max_tokens=3, logprobs=True)["usage"]["completion_tokens"] > 0
+    finally:
+        running.stop()
 
 
 # -- routes ----------------------------------------------------------------------------------------------
@@ -223,6 +249,21 @@ def test_the_hosted_spelling_and_the_routes_beside(server: Running) -> None:
     assert hosted == own
     one = server.ask("GET", f"/v1/models/{MODEL}", headers=BEARER, key=None).json
     assert one["max_model_len"] > 0
+
+
+def test_pages_of_other_origins_are_let_in_only_if_they_are_named(start: Callable[..., Running]) -> None:
+    asking = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    allowed = "access-control-allow-origin"
+    plain = start()
+    for method in ("GET", "OPTIONS"):
+        answer = plain.ask(method, "/v1/models", headers={**BEARER, **asking}, key=None)
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+    plain.stop()
+    named = start(cors_origins=("https://a.example",))
+    answer = named.ask("OPTIONS", "/v1/chat/completions", headers=asking, key=None)
+    assert (answer.status, answer.headers[allowed]) == (200, "https://a.example")
+    other = {**BEARER, "origin": "https://b.example"}
+    assert allowed not in named.ask("GET", "/v1/models", headers=other, key=None).headers
 
 
 def test_adapters_are_listed_and_have_aliases(server: Running) -> None:

@@ -94,6 +94,21 @@ def test_a_response_matches_its_schema(server: Running) -> None:
     assert json.loads(got["output"][0]["content"][0]["text"])["city"] in ("Bern", "Rome")
 
 
+def test_a_response_has_the_logprobs_of_the_chat(server: Running) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3}
+    reply = post(server, "/v1/chat/completions", {**chat, "logprobs": True, "top_logprobs": 2}).json
+    theirs = reply["choices"][0]["logprobs"]["content"]
+    body = {"input": "hi", "max_output_tokens": 12, "seed": 3, "top_logprobs": 2}
+    (item,) = post(server, "/v1/responses", body).json["output"]
+    assert item["content"][0]["logprobs"] == theirs
+    included = {**body, "top_logprobs": None, "include": ["message.output_text.logprobs"]}
+    stream = events(post(server, "/v1/responses", {**included, "stream": True}).body)
+    told = [one for name, f in stream if name == "response.output_text.delta" for one in f["logprobs"]]
+    assert told == [{**one, "top_logprobs": []} for one in theirs]
+    plain = post(server, "/v1/responses", {**body, "top_logprobs": None}).json
+    assert plain["output"][0]["content"][0]["logprobs"] == []
+
+
 # -- messages --------------------------------------------------------------------------------------------
 
 
@@ -149,6 +164,28 @@ def test_stop_sequences_and_prefill(server: Running, tokenizer_dir: Any) -> None
     cut = post(server, "/v1/messages", {**body, "stop_sequences": [stop]}).json
     assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", stop)
     assert cut["content"] == [{"type": "text", "text": text[: text.index(stop)]}]
+
+
+def test_a_thought_is_shown_unless_it_is_to_be_omitted(server: Running) -> None:
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>"}]
+    body = {"messages": said, "max_tokens": 12, "seed": 5}
+    (shown,) = post(server, "/v1/messages", body).json["content"]
+    assert (shown["type"], bool(shown["thinking"])) == ("thinking", True)
+    hiding = {**body, "thinking": {"type": "adaptive", "display": "omitted"}}
+    assert post(server, "/v1/messages", hiding).json["content"] == [{**shown, "thinking": ""}]
+    names = [name for name, _ in events(post(server, "/v1/messages", {**hiding, "stream": True}).body)]
+    assert "content_block_delta" not in names
+
+
+def test_the_reply_says_that_no_context_was_edited(server: Running) -> None:
+    edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    body = {"messages": [{"role": "user", "content": "x"}], "context_management": edits}
+    nothing = {"applied_edits": []}
+    assert post(server, "/v1/messages", {**body, "max_tokens": 4}).json["context_management"] == nothing
+    stream = events(post(server, "/v1/messages", {**body, "max_tokens": 4, "stream": True}).body)
+    assert stream[-2][1]["context_management"] == nothing
+    count = post(server, "/v1/messages/count_tokens", body).json
+    assert count["context_management"] == {"original_input_tokens": count["input_tokens"]}
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from typing import Any
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinkex.errors import InvalidInputError
 from tinkex.server.bodies import IncomingRequest
 from tinkex.server.gateway import Endpoint
-from tinkex.server.json_values import as_object
+from tinkex.server.json_values import as_object, refuse_rest
 from tinkex.server.openai.drawing import TextSampler
 from tinkex.server.openai.replies import ChoiceDelta, CompletionReply, Json, TokenLogprob, error_fields
 from tinkex.server.openai.requests import CompletionRequest, read_request
@@ -38,9 +37,7 @@ def generate_routes(text: TextSampler) -> list[Route]:
 async def _generate(text: TextSampler, http: IncomingRequest) -> Response:
     caller = text.gateway.admit(http)
     fields = await text.fields(http)
-    for name, value in fields.items():
-        if name not in _IGNORED | _READ and value is not None and value not in _OFF.get(name, ()):
-            raise InvalidInputError(f"{name} is not offered by this server, got {str(value)[:80]}")
+    refuse_rest({name: fields[name] for name in fields if name not in _IGNORED | _READ}, _OFF)
     asked: Json = {
         name: value
         for name, value in as_object(fields.get("sampling_params")).items()

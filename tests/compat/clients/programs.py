@@ -7,6 +7,7 @@ enforce (a call, a schema, a count) or that two ways of asking must agree on.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import sys
@@ -281,9 +282,31 @@ def use_smolagents() -> None:
     say("smolagents", name=call.function.name, arguments=arguments)
 
 
+def list_fields() -> None:
+    """What the SDKs' methods can send."""
+    import anthropic
+    import openai
+
+    ours, theirs = openai.OpenAI(), anthropic.Anthropic(api_key=KEY)
+    methods = {
+        "/v1/chat/completions": [ours.chat.completions.create],
+        "/v1/completions": [ours.completions.create],
+        "/v1/responses": [ours.responses.create],
+        "/v1/messages": [theirs.messages.create, theirs.beta.messages.create],
+        "/v1/messages/count_tokens": [theirs.messages.count_tokens, theirs.beta.messages.count_tokens],
+    }
+    # What the SDK does with a call, and two that it sends as headers.
+    options = {"extra_headers", "extra_query", "extra_body", "timeout", "user_profile_id", "workspace_id"}
+    names = {
+        path: sorted({name for one in several for name in inspect.signature(one).parameters} - options)
+        for path, several in methods.items()
+    }
+    say("fields", names=names)
+
+
 PROGRAMS = {
-    "openai": use_openai, "anthropic": use_anthropic, "litellm": use_litellm, "langchain": use_langchain,
-    "instructor": use_instructor, "inspect": use_inspect, "agents": use_agents,
+    "fields": list_fields, "openai": use_openai, "anthropic": use_anthropic, "litellm": use_litellm,
+    "langchain": use_langchain, "instructor": use_instructor, "inspect": use_inspect, "agents": use_agents,
     "pydantic_ai": use_pydantic_ai, "smolagents": use_smolagents,
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from tinkex.errors import InvalidInputError
 from tinkex.server.bodies import IncomingRequest
 from tinkex.server.gateway import JSON, Endpoint
-from tinkex.server.json_values import as_list, as_object
+from tinkex.server.json_values import as_list, as_object, need_list, need_object, refuse_rest
 from tinkex.server.openai.blocks import BlockEvent, ReplyBlock, ReplyBlocks
 from tinkex.server.openai.drawing import TextSampler, tokenizer_of
 from tinkex.server.openai.messages import content_text
@@ -35,7 +35,13 @@ _ERRORS = {
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _SAME = ("model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs", "seed")
 # Where requests are computed, and what is cached, changes no answer.
-_IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo", "betas", "context_management")
+_IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo", "betas")
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "speed": ("standard",), "mcp_servers": ([],), "fallbacks": ([],),
+    "thinking.display": ("summarized", "omitted"), "thinking.type": ("enabled", "disabled", "adaptive"),
+    "output_format": ({},), "output_config.format": ({},),
+}  # fmt: skip
+_NAMES = {"stop": "stop_sequences"}
 
 
 def anthropic_error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
@@ -64,16 +70,20 @@ async def _create(text: TextSampler, http: IncomingRequest) -> Response:
     fields = await text.fields(http)
     if not isinstance(fields.get("max_tokens"), int):
         raise InvalidInputError("max_tokens: a whole number is required")
-    request = read_request(ChatRequest, chat_fields(fields))
-    return await text.respond(http, caller, request, MessagesWriter)
+    request = read_request(ChatRequest, chat_fields(fields), _NAMES)
+    return await text.respond(http, caller, request, partial(MessagesWriter, fields=fields))
 
 
 async def _count(text: TextSampler, http: IncomingRequest) -> Response:
     caller = text.gateway.admit(http)
-    request = read_request(ChatRequest, chat_fields(await text.fields(http)))
+    fields = await text.fields(http)
+    request = read_request(ChatRequest, chat_fields(fields), _NAMES)
     _, base = await text.open(request.model, caller)
     chat = await asyncio.to_thread(request.rendered, await tokenizer_of(base))
-    return Response(orjson.dumps({"input_tokens": len(chat.prompt)}), 200, JSON)
+    count: Json = {"input_tokens": len(chat.prompt)}
+    if fields.get("context_management"):
+        count["context_management"] = {"original_input_tokens": len(chat.prompt)}  # nothing was edited
+    return Response(orjson.dumps(count), 200, JSON)
 
 
 # -- requests --------------------------------------------------------------------------------------------
@@ -86,26 +96,31 @@ def chat_fields(fields: Json) -> Json:
     chat["max_tokens"], chat["stop"] = given.pop("max_tokens", None), given.pop("stop_sequences", None)
     system = content_text(given.pop("system", None), "system")
     chat["messages"] = [{"role": "system", "content": system}] if system else []
-    for i, message in enumerate(as_list(given.pop("messages", []))):
+    for i, message in enumerate(need_list(given.pop("messages", None), "messages")):
         chat["messages"] += _messages(as_object(message), f"messages[{i}]")
-    chat["tools"] = [_tool(as_object(tool), i) for i, tool in enumerate(as_list(given.pop("tools", [])))]
-    choice = as_object(given.pop("tool_choice", {}))
+    tools = need_list(given.pop("tools", None), "tools")
+    chat["tools"] = [_tool(as_object(tool), i) for i, tool in enumerate(tools)]
+    names = ("type", "name", "disable_parallel_tool_use")
+    choice = need_object(given.pop("tool_choice", None), "tool_choice", *names)
     chat["tool_choice"] = _tool_choice(choice)
     chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
-    if thinking := as_object(given.pop("thinking", {})):
+    thinking = need_object(given.pop("thinking", None), "thinking", "type", "budget_tokens", "display")
+    if thinking:
         enabled = thinking.get("type") != "disabled"
         chat["chat_template_kwargs"] = {
             "enable_thinking": enabled,
             **as_object(chat.get("chat_template_kwargs")),
         }
-    wanted = as_object(given.pop("output_config", {}))
+    wanted = need_object(given.pop("output_config", None), "output_config", "effort", "format")
     chat["reasoning_effort"] = wanted.get("effort")
-    form = as_object(given.pop("output_format", None) or wanted.get("format"))
-    if form.get("type") == "json_schema":
-        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}
-    chat["response_format"] = form or None
-    for name, value in given.items():
-        raise InvalidInputError(f"{name} is not offered by this server, got {str(value)[:80]}")
+    given["output_config.format"] = wanted.get("format")
+    for name in ("output_config.format", "output_format"):
+        if as_object(given.get(name)).get("type") == "json_schema":
+            schema = {"name": "answer", "schema": given.pop(name).get("schema")}
+            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    need_object(given.pop("context_management", None), "context_management", "edits")  # the reply says: none
+    given |= {f"thinking.{name}": thinking.get(name) for name in ("type", "display")}
+    refuse_rest(given, _NEUTRAL)
     return chat
 
 
@@ -163,8 +178,12 @@ def _tool_choice(choice: Json) -> Any:
 class MessagesWriter:
     """Writes a reply as a message with content blocks."""
 
-    def __init__(self, reply: CompletionReply) -> None:
-        self._reply, self._blocks = reply, ReplyBlocks()
+    def __init__(self, reply: CompletionReply, fields: Json) -> None:
+        hidden = as_object(fields.get("thinking")).get("display") == "omitted"
+        self._reply, self._blocks = reply, ReplyBlocks("reasoning" if hidden else None)
+        self._edits: Json = {"context_management": {"applied_edits": []}}
+        if not fields.get("context_management"):
+            self._edits = {}
         self._id = f"msg_{uuid.uuid4().hex}"
         self._last: ChoiceDelta | None = None
 
@@ -173,7 +192,9 @@ class MessagesWriter:
             self._blocks.add(delta.parts)
             self._last = delta
         content = [_block(block, block.text) for block in self._blocks.all]
-        return {**self._message(), "content": content, **self._ending(), "usage": self._usage()}
+        return {
+            **self._message(), "content": content, **self._ending(), "usage": self._usage(), **self._edits,
+        }  # fmt: skip
 
     def begin(self) -> list[bytes]:
         usage: Json = {**self._usage(), "output_tokens": 0}
@@ -186,7 +207,7 @@ class MessagesWriter:
         return [_written(event) for event in self._blocks.add(delta.parts)]
 
     def end(self) -> list[bytes]:
-        closing = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
+        closing = {"type": "message_delta", "delta": self._ending(), "usage": self._usage(), **self._edits}
         return [
             *(_written(event) for event in self._blocks.end()),
             server_sent("message_delta", closing),

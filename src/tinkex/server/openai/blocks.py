@@ -28,8 +28,9 @@ BlockEvent = tuple[Literal["begin", "more", "end"], ReplyBlock, str]
 class ReplyBlocks:
     """Blocks, as parts come in."""
 
-    def __init__(self) -> None:
-        self.all: list[ReplyBlock] = []
+    def __init__(self, hidden: str | None = None) -> None:
+        """`hidden`: the kind of block that stays empty."""
+        self.all, self._hidden = list[ReplyBlock](), hidden
         self._open: ReplyBlock | None = None
 
     def add(self, parts: Iterable[ReplyPart]) -> list[BlockEvent]:
@@ -41,8 +42,9 @@ class ReplyBlocks:
                 self.all.append(self._open)
                 events.append(("begin", self._open, ""))
             text = part.text if part.call is None else part.call.arguments
-            self._open.text += text
-            events.append(("more", self._open, text))
+            if part.kind != self._hidden:
+                self._open.text += text
+                events.append(("more", self._open, text))
         return events
 
     def end(self) -> list[BlockEvent]:

@@ -46,6 +46,7 @@ class _Choice:
     parser: AnyParser | None
     length: int = 0  # of the text so far
     ids: int = 0  # tokens given so far
+    drawn: int = 0  # tokens sampled so far
     calls: int = 0
     deltas: list[ChoiceDelta] = field(default_factory=list[ChoiceDelta])
 
@@ -98,7 +99,7 @@ class CompletionReply:
             for i in range(request.n * len(prepared.prompts))
         ]
         self.prompt_scores: dict[int, list[Json | None]] = {}  # by prompt
-        self._completion_tokens = self._cached_tokens = 0
+        self._cached_tokens = 0
 
     def bytes_of(self, token: int) -> bytes:
         """A token's bytes; none if its id only pads the vocabulary."""
@@ -109,6 +110,7 @@ class CompletionReply:
         if self.request.alternatives is not None or self.request.echo:
             return []
         choice = self.choices[prompt * self.request.n + event.sequence]
+        choice.drawn += len(event.tokens)
         ids = list(event.tokens) if self.request.return_token_ids else []
         text = choice.detokenizer.add(self._visible_tokens(event.tokens))
         delta = choice.add(text, ids)
@@ -132,7 +134,7 @@ class CompletionReply:
     def _end(self, choice: _Choice, sequence: SampledSequence) -> ChoiceDelta:
         if not isinstance(self.request, ChatRequest) and self.request.max_tokens == 0:
             return choice.add("", reason="length")
-        self._completion_tokens += len(sequence.tokens)
+        choice.drawn = len(sequence.tokens)
         detokenizer = choice.detokenizer
         rest = self._visible_tokens(sequence.tokens)[
             len(detokenizer.tokens) :
@@ -185,12 +187,22 @@ class CompletionReply:
 
     def usage(self) -> Json:
         prompt_tokens = sum(map(len, self.prepared.prompts))
+        drawn = sum(choice.drawn for choice in self.choices)
         return {
             "prompt_tokens": prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": prompt_tokens + self._completion_tokens,
+            "completion_tokens": drawn,
+            "total_tokens": prompt_tokens + drawn,
             "prompt_tokens_details": {"cached_tokens": min(self._cached_tokens, prompt_tokens)},
         }
+
+    def shown(self, tokens: Iterable[TokenLogprob]) -> list[Json]:
+        """Logprobs as chats and responses show them."""
+
+        def one(token: int, logprob: float | None) -> Json:
+            raw = self.bytes_of(token)
+            return {"token": _spelled(raw), "logprob": logprob, "bytes": list(raw)}
+
+        return [{**one(t, lp), "top_logprobs": [one(*other) for other in others]} for t, lp, others in tokens]
 
 
 class ReplyWriter(Protocol):
@@ -254,8 +266,13 @@ class OpenAIWriter:
         return [server_sent("", chunk) for chunk in chunks]
 
     def more(self, delta: ChoiceDelta) -> list[bytes]:
-        usage = {"usage": None} if self._reply.request.stream_options.include_usage else {}
-        return [server_sent("", self._chunk([self._choice([delta], whole=False)], **usage))]
+        request = self._reply.request
+        options, more = request.stream_options, dict[str, Any]()
+        if options.include_usage or options.continuous_usage_stats:
+            more["usage"] = self._reply.usage() if options.continuous_usage_stats else None
+        if self._is_chat and delta.reason and request.prompt_logprobs is not None:
+            more["prompt_logprobs"] = self._reply.prompt_scores[0]
+        return [server_sent("", self._chunk([self._choice([delta], whole=False)], **more))]
 
     def end(self) -> list[bytes]:
         closing = [server_sent("", self._chunk([], usage=self._reply.usage()))]
@@ -330,17 +347,8 @@ class OpenAIWriter:
     def _chat_logprobs(self, deltas: list[ChoiceDelta]) -> Json | None:
         if self._reply.request.alternatives is None:
             return None
-
-        def shown(token: int, logprob: float | None) -> Json:
-            raw = self._reply.bytes_of(token)
-            return {"token": _spelled(raw), "logprob": logprob, "bytes": list(raw)}
-
-        content = [
-            {**shown(token, logprob), "top_logprobs": [shown(*other) for other in others]}
-            for delta in deltas
-            for token, logprob, others in delta.tokens
-        ]
-        return {"content": content, "refusal": None}
+        tokens = [one for delta in deltas for one in delta.tokens]
+        return {"content": self._reply.shown(tokens), "refusal": None}
 
     def _text(self, token: int) -> str:
         return _spelled(self._reply.bytes_of(token), "bytes:")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tinkex.errors import InvalidInputError
-from tinkex.server.json_values import as_list, as_object
+from tinkex.server.json_values import as_list, as_object, refuse_rest
 from tinkex.server.openai.chat_formats import AnyParser, parser_of
 from tinkex.server.openai.messages import RenderedChat, render, special_id
 from tinkex.server.openai.tool_grammars import LarkWriter
@@ -29,7 +29,7 @@ MOST_MESSAGES = 16_384
 MOST_CALLS = 128  # of tools in one reply
 _IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt",
-    "prompt_cache_retention", "request_id", "priority",
+    "prompt_cache_options", "prompt_cache_retention", "request_id", "priority",
 }  # fmt: skip
 # Accepted with these values only, which mean that the feature is off.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -38,9 +38,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,), "typical_p": (1,), "top_a": (0,), "tfs": (1,), "detokenize": (True,),
     "spaces_between_special_tokens": (True,), "logits_processors": ([],), "allowed_token_ids": ([],),
     "documents": ([],), "mm_processor_kwargs": ({},), "truncate_prompt_tokens": (-1,), "vllm_xargs": ({},),
-    "return_tokens_as_token_ids": (False,), "add_special_tokens": (False, True), "include_reasoning": (True,),
-    "no_repeat_ngram_size": (0,), "web_search_options": ({},), "media_io_kwargs": ({},),
-    "truncation": (False,),
+    "return_tokens_as_token_ids": (False,), "include_reasoning": (True,),
+    "no_repeat_ngram_size": (0,), "media_io_kwargs": ({},), "truncation": (False,),
 }  # fmt: skip
 # Not allowed in chat_template_kwargs: arguments of `apply_chat_template` itself, not of the template.
 _RESERVED = {
@@ -55,10 +54,12 @@ _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class StreamOptions(BaseModel):
-    """OpenAI's stream_options. Usage is told once, at the end, whatever continuous_usage_stats says."""
+    """OpenAI's stream_options, and vLLM's. Nothing is obfuscated: chunks have the sizes of their texts."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class OpenAIRequest(RequestModel):
     """The fields that completions and chats share."""
 
     model_config = ConfigDict(strict=True)
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = _NEUTRAL
     model: str
     n: int = Field(1, ge=1, le=128)  # choices for each prompt
     stream: bool = False
@@ -186,6 +188,7 @@ class CompletionRequest(OpenAIRequest):
     max_tokens: int = Field(16, ge=0, le=2**31)
     logprobs: _Alternatives | None = None
     best_of: Any = None
+    add_special_tokens: bool = True
 
     @property
     def alternatives(self) -> int | None:
@@ -206,7 +209,8 @@ class CompletionRequest(OpenAIRequest):
         several = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
         wanted = self.constraint()
         return Prepared(
-            [_prompt_tokens(one, tokenizer) for one in several], wanted and {wanted[0]: wanted[1]}
+            [_prompt_tokens(one, tokenizer, self.add_special_tokens) for one in several],
+            wanted and {wanted[0]: wanted[1]},
         )
 
 
@@ -226,6 +230,7 @@ class ChatRequest(OpenAIRequest):
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     echo: ClassVar[bool] = False
+    neutral: ClassVar = {**_NEUTRAL, "echo": (False,), "add_special_tokens": (False,)}
 
     @property
     def alternatives(self) -> int | None:
@@ -325,20 +330,22 @@ AnyRequest = CompletionRequest | ChatRequest
 Kind = TypeVar("Kind", bound=OpenAIRequest)
 
 
-def read_request(kind: type[Kind], fields: dict[str, Any]) -> Kind:
+def read_request(kind: type[Kind], fields: dict[str, Any], names: Mapping[str, str] | None = None) -> Kind:
+    """`names`: what the client calls a field, if not as it is called here."""
     given = {name: value for name, value in fields.items() if name not in _IGNORED and value is not None}
-    for name, accepted in _NEUTRAL.items():
-        if (value := given.pop(name, None)) is not None and value not in accepted:
-            raise InvalidInputError(f"{name} is not offered by this server, got {str(value)[:80]}")
+    refuse_rest({name: given.pop(name) for name in kind.neutral if name in given}, kind.neutral)
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise InvalidInputError(explain(error, "request")) from None
+        message = explain(error, "request")
+        for ours, theirs in (names or {}).items():
+            message = message.replace(f"request.{ours}", f"request.{theirs}")
+        raise InvalidInputError(message) from None
 
 
-def _prompt_tokens(prompt: AnyJson, tokenizer: Any) -> list[int]:
+def _prompt_tokens(prompt: AnyJson, tokenizer: Any, special: bool) -> list[int]:
     if isinstance(prompt, str):
-        prompt = list(tokenizer.encode(prompt))
+        prompt = list(tokenizer.encode(prompt, add_special_tokens=special))
     if not isinstance(prompt, list) or not all(type(t) is int and 0 <= t < 2**31 for t in prompt):
         raise InvalidInputError("prompt must be a string, a list of token ids, or a list of these")
     if not prompt:

@@ -17,11 +17,11 @@ from starlette.routing import Route
 from tinkex.errors import InvalidInputError
 from tinkex.server.bodies import IncomingRequest
 from tinkex.server.gateway import Endpoint
-from tinkex.server.json_values import as_list, as_object
+from tinkex.server.json_values import as_list, as_object, need_list, need_object, refuse_rest
 from tinkex.server.openai.blocks import BlockEvent, ReplyBlock, ReplyBlocks
 from tinkex.server.openai.drawing import TextSampler
 from tinkex.server.openai.messages import content_text
-from tinkex.server.openai.replies import ChoiceDelta, CompletionReply, Json, error_fields
+from tinkex.server.openai.replies import ChoiceDelta, CompletionReply, Json, TokenLogprob, error_fields
 from tinkex.server.openai.requests import ChatRequest, read_request
 from tinkex.server.openai.routes import PREFIXES, openai_error
 from tinkex.server.stream_sample import server_sent
@@ -32,10 +32,20 @@ _SAME = (
 )  # fmt: skip
 # They change nothing here: nothing is stored, cached by key, or summarised.
 _IGNORED = (
-    "store", "metadata", "include", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "service_tier", "stream_options",
+    "store", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "stream_options", "max_tool_calls",
 )  # fmt: skip
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"truncation": ("disabled", "auto"), "background": (False,)}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "truncation": ("disabled", "auto"), "background": (False,), "context_management": ([],),
+    "text.verbosity": ("medium",), "reasoning.context": ("auto",), "reasoning.mode": ("standard",),
+}  # fmt: skip
+_LOGPROBS = "message.output_text.logprobs"
+# Of what the server never does, so that there is nothing to include; thoughts are in plain text.
+_INCLUDED = {
+    _LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url", "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+}  # fmt: skip
 
 
 def responses_routes(text: TextSampler) -> list[Route]:
@@ -46,7 +56,7 @@ def responses_routes(text: TextSampler) -> list[Route]:
 async def _respond(text: TextSampler, http: IncomingRequest) -> Response:
     caller = text.gateway.admit(http)
     fields = await text.fields(http)
-    request = read_request(ChatRequest, chat_fields(fields))
+    request = read_request(ChatRequest, chat_fields(fields), {"max_completion_tokens": "max_output_tokens"})
     return await text.respond(http, caller, request, partial(ResponsesWriter, fields=fields))
 
 
@@ -59,20 +69,22 @@ def chat_fields(fields: Json) -> Json:
     chat: Json = {name: given.pop(name) for name in _SAME if name in given}
     chat["messages"] = _messages(given.pop("instructions", None), given.pop("input", None))
     chat["max_completion_tokens"] = given.pop("max_output_tokens", None)
-    chat["tools"] = [_tool(tool, i) for i, tool in enumerate(as_list(given.pop("tools", [])))]
+    chat["tools"] = [_tool(tool, i) for i, tool in enumerate(need_list(given.pop("tools", None), "tools"))]
     chat["tool_choice"] = _tool_choice(given.pop("tool_choice", "auto"))
-    chat["reasoning_effort"] = as_object(given.pop("reasoning", {})).get("effort")
-    text = as_object(given.pop("text", {}))
-    chat["verbosity"] = text.get("verbosity")
+    names = ("effort", "summary", "generate_summary", "context", "mode")
+    reasoning = need_object(given.pop("reasoning", None), "reasoning", *names)
+    chat["reasoning_effort"] = reasoning.get("effort")
+    text = need_object(given.pop("text", None), "text", "format", "verbosity")
     form = as_object(text.get("format"))
     if form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {**form, "name": form.get("name", "answer")}}
     chat["response_format"] = form or None
-    if chat.get("top_logprobs") is not None:
-        chat["logprobs"] = True
-    for name, value in given.items():
-        if value not in _NEUTRAL.get(name, ()):
-            raise InvalidInputError(f"{name} is not offered by this server, got {str(value)[:80]}")
+    included = need_list(given.pop("include", None), "include")
+    refuse_rest({f"include {name}": True for name in included if name not in _INCLUDED}, {})
+    chat["logprobs"] = _LOGPROBS in included or chat.get("top_logprobs") is not None
+    given |= {"text.verbosity": text.get("verbosity")}
+    given |= {f"reasoning.{name}": reasoning.get(name) for name in ("context", "mode")}
+    refuse_rest(given, _NEUTRAL)
     return chat
 
 
@@ -138,12 +150,12 @@ class ResponsesWriter:
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._blocks, self._ids = ReplyBlocks(), dict[int, str]()
         self._reason: str | None = None
+        self._tokens: list[TokenLogprob] = []
         self._count = 0
 
     def whole(self) -> Json:
         for delta in self._reply.choices[0].deltas:
-            self._blocks.add(delta.parts)
-            self._reason = delta.reason or self._reason
+            self._add(delta)
         return self._response("incomplete" if self._reason == "length" else "completed")
 
     def begin(self) -> list[bytes]:
@@ -151,8 +163,12 @@ class ResponsesWriter:
         return [self._event(f"response.{name}", response=started) for name in ("created", "in_progress")]
 
     def more(self, delta: ChoiceDelta) -> list[bytes]:
+        return [event for block in self._add(delta) for event in self._written(block)]
+
+    def _add(self, delta: ChoiceDelta) -> list[BlockEvent]:
         self._reason = delta.reason or self._reason
-        return [event for block in self._blocks.add(delta.parts) for event in self._written(block)]
+        self._tokens += delta.tokens
+        return self._blocks.add(delta.parts)
 
     def end(self) -> list[bytes]:
         ends = [event for block in self._blocks.end() for event in self._written(block)]
@@ -180,13 +196,20 @@ class ResponsesWriter:
                 added = self._event("response.output_item.added", output_index=block.index, item=item)
                 if block.kind == "call":
                     return [added]
-                return [added, self._event("response.content_part.added", **inside, part=_part(block, ""))]
+                return [
+                    added,
+                    self._event("response.content_part.added", **inside, part=self._part(block, "")),
+                ]
             case "call", "more":
                 return [self._event("response.function_call_arguments.delta", **at, delta=text)]
             case "reasoning", "more":
                 return [self._event("response.reasoning_text.delta", **inside, delta=text)]
             case _, "more":
-                return [self._event("response.output_text.delta", **inside, delta=text, logprobs=[])]
+                return [
+                    self._event(
+                        "response.output_text.delta", **inside, delta=text, logprobs=self._logprobs(text)
+                    )
+                ]
             case _:
                 return self._ended(block, at, inside)
 
@@ -199,9 +222,9 @@ class ResponsesWriter:
             )
         else:
             kind = "reasoning_text" if block.kind == "reasoning" else "output_text"
-            more: Json = {} if block.kind == "reasoning" else {"logprobs": []}
+            more: Json = {} if block.kind == "reasoning" else {"logprobs": self._logprobs(text)}
             events.append(self._event(f"response.{kind}.done", **inside, text=text, **more))
-            events.append(self._event("response.content_part.done", **inside, part=_part(block, text)))
+            events.append(self._event("response.content_part.done", **inside, part=self._part(block, text)))
         item = self._item(block, "completed")
         return [*events, self._event("response.output_item.done", output_index=block.index, item=item)]
 
@@ -218,7 +241,7 @@ class ResponsesWriter:
             arguments = block.text if done else ""
             named = {"call_id": call_id, "name": block.call.name, "arguments": arguments}
             return {**item, "type": "function_call", **named}
-        content = [_part(block, block.text)] if done else []
+        content = [self._part(block, block.text)] if done else []
         if block.kind == "reasoning":
             return {**item, "type": "reasoning", "summary": [], "content": content}
         return {**item, "type": "message", "role": "assistant", "content": content}
@@ -248,8 +271,22 @@ class ResponsesWriter:
             },
         }  # fmt: skip
 
+    def _part(self, block: ReplyBlock, text: str) -> Json:
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs(text)}
 
-def _part(block: ReplyBlock, text: str) -> Json:
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _logprobs(self, text: str) -> list[Json]:
+        """Of the tokens that a text is made of: thoughts and calls have others."""
+        spans, raw = list[tuple[int, int]](), b""
+        for token, _, _ in self._tokens:
+            piece = self._reply.bytes_of(token)
+            spans.append((len(raw), len(raw) + len(piece)))
+            raw += piece
+        begin = raw.rfind(text.encode()) if text else -1
+        if begin < 0:  # bytes that are no characters are shown as others: the text is all that there is
+            begin, end = 0, len(raw) if text else 0
+        else:
+            end = begin + len(text.encode())
+        found = zip(self._tokens, spans, strict=True)
+        return self._reply.shown(token for token, (at, until) in found if at < end and until > begin)
