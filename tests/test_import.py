@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import subprocess
 import sys
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +76,7 @@ OFFICIAL_HELPERS = {
     "SampledSequence": "tokens tokens_np logprobs logprobs_np topk_logprobs topk_logprobs_np",
     "ParsedCheckpointTinkerPath": "from_tinker_path",
 }
+POSIX = {"fcntl", "grp", "pwd", "resource", "termios", "tty"}  # Python has these on Unix alone
 HEAVY = "numpy pydantic torch transformers pyqwest asyncio ssl orjson google.protobuf concurrent.futures"
 
 
@@ -269,3 +272,16 @@ def test_the_retry_config_has_the_official_fields() -> None:
         "max_connections", "progress_timeout", "retry_delay_base", "retry_delay_max", "jitter_factor",
         "enable_retry_logic", "enable_stuck_detection", "retryable_exceptions",
     ]  # fmt: skip
+
+
+def test_nothing_that_windows_lacks_is_imported_with_a_module() -> None:
+    """`import tinkex.models` must not fail there; what locks a file imports `fcntl` when it does."""
+    found = [
+        f"{path}:{node.lineno}"
+        for path in Path(tinkex.__file__).parent.rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if path.name != "sandbox_child.py"  # a program of its own, for Linux's namespaces
+        and isinstance(node, ast.Import | ast.ImportFrom)
+        and {getattr(node, "module", None), *(name.name for name in node.names)} & POSIX
+    ]
+    assert found == []

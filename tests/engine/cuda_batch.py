@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,24 @@ from tinkex.engine.protocol import SampleWork
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.kv import KVCache
+from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.sequences import PublishedAdapter
 from tinkex.engine.torch.states import StatePool
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import LoraConfig, SamplingParams
+
+
+def exact_decoder(path: Path) -> Decoder:
+    """The model's weights, rounded to bf16, in fp32 on the CPU: no kernel there."""
+    decoder = load_decoder(path)
+    for weight in decoder.weights().values():
+        weight.copy_(weight.bfloat16())
+    return decoder
+
+
+def prompt(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(4, 320, length).astype(np.int32)
 
 
 def new_cache(decoder: Decoder, pages: int = 200) -> KVCache:

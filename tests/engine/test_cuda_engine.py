@@ -28,7 +28,7 @@ from tinkex.types.params import AdamParams, LoraConfig
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tests.engine.cuda_batch import new_batch, new_cache, published, submit
+from tests.engine.cuda_batch import exact_decoder, new_batch, new_cache, prompt, published, submit
 from tinkex.engine.cuda.decode_graphs import DecodeGraphs
 from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
 
@@ -49,15 +49,7 @@ def decoder(path: Path) -> Decoder:
 
 @pytest.fixture(scope="module")
 def exact(path: Path) -> Decoder:
-    """The same weights, rounded to bf16, in fp32 on the CPU: no kernel there."""
-    decoder = load_decoder(path)
-    for weight in decoder.weights().values():
-        weight.copy_(weight.bfloat16())
-    return decoder
-
-
-def prompt(seed: int, length: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(4, 320, length).astype(np.int32)
+    return exact_decoder(path)
 
 
 def trained_logprobs(

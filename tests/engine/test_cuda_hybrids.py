@@ -25,7 +25,7 @@ from tinkex.types.params import LoraConfig
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tests.engine.cuda_batch import new_batch, published, submit
+from tests.engine.cuda_batch import exact_decoder, new_batch, prompt, published, submit
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 
 pytestmark = pytest.mark.gpu
@@ -47,15 +47,7 @@ def decoder(path: Path) -> Decoder:
 
 @pytest.fixture(scope="module")
 def exact(path: Path) -> Decoder:
-    """The same weights, rounded to bf16, in fp32 on the CPU: no kernel there."""
-    decoder = load_decoder(path)
-    for weight in decoder.weights().values():
-        weight.copy_(weight.bfloat16())
-    return decoder
-
-
-def prompt(seed: int, length: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(4, 320, length).astype(np.int32)
+    return exact_decoder(path)
 
 
 def one_pass(decoder: Decoder, adapter: PublishedAdapter | None, ids: list[np.ndarray]) -> list[np.ndarray]:

@@ -142,7 +142,7 @@ def test_what_is_not_finite_stays_with_its_run(number: float):
 
 @hopper
 @pytest.mark.parametrize("site", ["qkv", "unembed"])  # of weights that are not rounded first
-def test_a_few_rows_by_themselves_have_the_same_bits(site: str):
+def test_a_few_rows_by_themselves_are_bitwise_the_same(site: str):
     case = Case(site, LENGTHS["one"], by_rows=False)
     few = RowTiles(torch.from_numpy(cut_tiles([(0, 0, 64)], 64)).to(DEVICE), 64)
     table = AdapterTable(case.at.table.addresses, case.at.table.scales, RANKS[0])

@@ -1,6 +1,6 @@
 """What a deterministic engine is made of: each kernel against the plain path, and every row by itself.
 
-In bf16 on a GPU, where a row's bits must not depend on the others; where there is none, in fp32 by Triton's
+In bf16 on a GPU, where a row must be batch-invariant; where there is none, in fp32 by Triton's
 interpreter, which shows that the logic is right.
 """
 

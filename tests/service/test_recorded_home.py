@@ -49,7 +49,7 @@ async def test_runs_requests_and_checkpoints_go_on(recorded: Path, kind: str):
     assert later["seen"] == pytest.approx(facts["losses"][4], rel=1e-12)  # as its client was told before
 
 
-async def test_a_sample_that_the_killed_process_owed_is_gone(recorded: Path, kind: str):
+async def test_a_sample_that_the_killed_process_had_not_answered_is_gone(recorded: Path, kind: str):
     facts = read(recorded, "facts.json")
     async with opened(recorded, kind) as service:
         with pytest.raises(Refusal) as refused:

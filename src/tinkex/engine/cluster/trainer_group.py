@@ -1,8 +1,8 @@
 """The processes of one trainer: one, or several that share the datums of every pass (data parallel).
 
 Each has every adapter. A pass is checked by all, and each computes its share of the datums; before a step the
-gradients of all go through Ray's object store, and each adds them up in the same order. So all of them have
-the same bits at any time, and files are written by the first. Where they do not agree, the trainer is lost.
+gradients of all go through Ray's object store, and each adds them up in the same order. Their adapters are
+bitwise identical at any time, and the first writes files. Where they do not agree, the trainer is lost.
 Files of this process's disk are read and written here for those on other nodes.
 """
 
