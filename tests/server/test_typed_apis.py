@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from tests.server.conftest import MODEL, Running
+from tinkex.server.openai.replies import CompletionReply
+from tinkex.server.openai.requests import ChatRequest, read_request
+from tinkex.server.openai.responses_api import ResponsesWriter, chat_fields
+from tinkex.types.outputs import SampledSequence, SampleResponse
 
 BEARER = {"authorization": "Bearer EMPTY"}
 SCHEMA = {
@@ -232,3 +238,18 @@ def test_generate_gives_the_samplers_ids_and_logprobs(server: Running) -> None:
     assert {c["index"]: c["token_ids"] for c in chunks} == {
         c["index"]: c["token_ids"] for c in got["choices"]
     }
+
+
+def test_the_logprobs_of_a_text_are_not_those_of_the_thought_before_it(tokenizer_dir: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    fields = {"model": MODEL, "input": "hi", "top_logprobs": 0}
+    request = read_request(ChatRequest, chat_fields(fields))
+    spelled = [tokenizer.decode([token]).encode() for token in range(len(tokenizer))]
+    reply = CompletionReply(request, request.prepare(tokenizer), tokenizer, spelled, ())
+    tokens = tokenizer.encode("<think>ab</think>ab")
+    logprobs = [-float(i) for i in range(len(tokens))]
+    reply.finish(0, SampleResponse([SampledSequence("length", "", np.array(tokens), np.array(logprobs))]))
+    thought, said = ResponsesWriter(reply, fields).whole()["output"]
+    assert (thought["type"], said["content"][0]["text"]) == ("reasoning", "ab")
+    assert [one["token"] for one in said["content"][0]["logprobs"]] == ["a", "b"]
+    assert [one["logprob"] for one in said["content"][0]["logprobs"]] == logprobs[-2:]
