@@ -193,6 +193,21 @@ def test_unknown_fields_of_newer_clients_are_ignored_everywhere():
     assert decode(ops.SAMPLE, body).sampling_params == t.SamplingParams()
 
 
+def test_params_that_were_read_before_are_read_as_carefully():
+    """1, 1.0 and true are equal to Python, and only the first is a number of tokens."""
+
+    def read(**params):
+        return decode(ops.SAMPLE, {"prompt": {"chunks": []}, "sampling_params": params}).sampling_params
+
+    for _ in range(2):
+        assert read(max_tokens=1, temperature=1) == t.SamplingParams(max_tokens=1, temperature=1)
+        assert read(temperature=1, max_tokens=None) == t.SamplingParams()
+        assert read(top_k=1).top_k == 1
+        for wrong in (True, 1.0, 0):
+            with pytest.raises(InvalidInputError, match="max_tokens"):
+                read(max_tokens=wrong, temperature=1)
+
+
 def test_an_unknown_optimizer_is_kept_whole():
     body = {"model_id": "m", "optimizer_params": {"type": "lion", "beta": 0.5}, "seq_id": 1}
     step = decode(ops.OPTIM_STEP, body)

@@ -49,7 +49,10 @@ MAX_UNDECODED_PER_USER = 512 * 1024 * 1024
 KEPT_BYTES = 64 * 1024 * 1024  # of large encoded results, cached for clients that fetch them again
 _THREADS = 2  # most of this work holds the GIL: more threads would only delay the event loop
 
-_LARGE_REQUESTS = (ForwardBackwardRequest, SampleRequest, CreateCustomLossRequest)
+_MOST_BYTES: dict[Any, int] = {  # of a request of this type; of all others MAX_SMALL_BODY
+    ForwardBackwardRequest: MAX_JSON, SampleRequest: MAX_JSON, CreateCustomLossRequest: MAX_JSON,
+    TelemetrySendRequest: MAX_TELEMETRY, UploadWeightsRequest: MAX_PIECE,
+}  # fmt: skip
 
 T = TypeVar("T")
 Encoded = tuple[str, bytes]  # content type, body
@@ -158,13 +161,9 @@ class BodyCodec:
 
     def limit_of(self, op: Op[Any, Any], http: IncomingRequest) -> int:
         """The most bytes that a request to `op` may have, packed and unpacked."""
-        if op.request in _LARGE_REQUESTS:
-            is_proto = op.request is ForwardBackwardRequest and codec.PROTO in http.headers.get(
-                "content-type", ""
-            )
-            return self.limit if is_proto else min(self.limit, MAX_JSON)
-        large = {TelemetrySendRequest: MAX_TELEMETRY, UploadWeightsRequest: MAX_PIECE}
-        return min(self.limit, large.get(op.request, MAX_SMALL_BODY))
+        if op.request is ForwardBackwardRequest and codec.PROTO in http.headers.get("content-type", ""):
+            return self.limit
+        return min(self.limit, _MOST_BYTES.get(op.request, MAX_SMALL_BODY))
 
     async def read(self, http: IncomingRequest, limit: int) -> bytes:
         """The whole body; 413 or 429 if its content-length, or what has arrived of it, is over a limit."""

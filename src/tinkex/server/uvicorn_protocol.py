@@ -102,10 +102,7 @@ class SingleWriteProtocol(HttpToolsProtocol):
             self._discard(len(body))
 
     def _discard(self, size: int) -> None:
-        """Read on later, so that who sends without end waits, and takes no core from the others.
-
-        At full speed the event loop, the kernel and a sender on this machine used 1.5 cores for nothing.
-        """
+        """Read on later: reading a sender without end at full speed took most of a core."""
         self.flow.pause_reading()
         self.loop.call_later(size / DISCARD_RATE, self._read_on)
 

@@ -304,14 +304,10 @@ def _read(path: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     content = path.read_text(errors="replace") if path.exists() else ""
     checked = "\t" in content  # else it is of an older version, whose lines have no checksums
-    for number, whole in enumerate(
-        content.split("\n")[:-1], 1
-    ):  # after the last newline: cut off in mid-write
+    for number, whole in enumerate(content.split("\n")[:-1], 1):  # what follows was cut off in mid-write
         line = whole.partition("\t")[0]
         if checked and f"{whole}\n".encode() != _line(line):
-            log.error(
-                "%s is damaged in line %d: a sample of an earlier process may be given up", path, number
-            )
+            log.error("%s is damaged in line %d: a sample of before may be given up", path, number)
             continue
         name, _, feed = line[1:].partition(" ")
         if line.startswith("+") and feed:

@@ -82,13 +82,15 @@ def sample_parts(work: SampleWork, size: int) -> Iterator[SampleWork]:
 
 
 def sample_work(request: types.SampleRequest, row: SamplerRow) -> SampleWork:
-    params, given = request.sampling_params, request.sampling_params.stop
-    stops = [given] if isinstance(given, str) else given or []
-    strings = tuple(stop.encode() for stop in stops if isinstance(stop, str))
-    ids = [stop for stop in stops if isinstance(stop, int)]
+    params, strings = request.sampling_params, tuple[bytes, ...]()
+    if given := params.stop:
+        stops = [given] if isinstance(given, str) else given
+        strings = tuple(stop.encode() for stop in stops if isinstance(stop, str))
+        if strings:
+            params = replace(params, stop=[stop for stop in stops if isinstance(stop, int)] or None)
     return SampleWork(
         request.prompt.to_numpy(),
-        replace(params, stop=ids or None) if strings else params,
+        params,
         row.adapter,
         request.num_samples,
         strings,

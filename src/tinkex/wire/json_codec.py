@@ -12,6 +12,7 @@ import binascii
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -117,12 +118,8 @@ def write_tensor(value: t.TensorData) -> Json:
 
 
 def read_tensor(obj: Any, where: str) -> t.TensorData:
-    names = ("sparse_crow_indices", "sparse_col_indices")
-    shape, indices = (
-        _get(obj, "shape", list, where, None),
-        (_get(obj, n, _NUMBERS, where, None) for n in names),
-    )
-    dtype = _get(obj, "dtype", str, where, None)
+    shape, dtype = _get(obj, "shape", list, where, None), _get(obj, "dtype", str, where, None)
+    indices = (_get(obj, n, _NUMBERS, where, None) for n in ("sparse_crow_indices", "sparse_col_indices"))
     return at(where, t.TensorData, _get(obj, "data", _NUMBERS, where), dtype, shape, *indices)
 
 
@@ -242,13 +239,27 @@ _SAMPLE_FIELDS: dict[str, type] = {  # optional: their defaults are SampleReques
     "prompt_logprobs": bool, "topk_prompt_logprobs": int, "topk_sample_logprobs": int,
     "prompt_alt_tokens_k": int, "prompt_logprobs_last_n": int, "record_stability_info": bool,
 }  # fmt: skip
+_SCALARS = frozenset((int, float, bool, type(None)))
+_PARAM_NAMES = frozenset(f.name for f in fields(t.SamplingParams))
+
+
+def _read_params(given: Json) -> t.SamplingParams:
+    # A program's samples mostly have the same numbers. What may be long (stops, a grammar) is not kept.
+    if _SCALARS.issuperset(map(type, given.values())) and _PARAM_NAMES.issuperset(given):
+        return _known_params(tuple(given), *given.values())
+    return read_plain(t.SamplingParams, given, lenient=True)
+
+
+@lru_cache(maxsize=256, typed=True)  # typed: True and 1.0 are no whole numbers
+def _known_params(names: tuple[str, ...], *values: float | None) -> t.SamplingParams:
+    return read_plain(t.SamplingParams, dict(zip(names, values, strict=True)), lenient=True)
 
 
 def read_sample_request(obj: Any) -> t.SampleRequest:
     params = _get(obj, "sampling_params", dict, "body", {})
     fields: Json = {
         "prompt": read_model_input(_get(obj, "prompt", dict, "body"), "prompt"),
-        "sampling_params": at("sampling_params", read_plain, t.SamplingParams, params, lenient=True),
+        "sampling_params": at("sampling_params", _read_params, params),
     }
     for name, value in obj.items():
         if (kind := _SAMPLE_FIELDS.get(name)) is not None and value is not None:
