@@ -346,6 +346,23 @@ def test_a_poller_with_nothing_to_wait_for_does_not_have_the_server_hold_it(
     assert stub.sent("retrieve_futures")[-1].json["timeout"] == 0
 
 
+def test_a_sample_does_not_wait_for_what_the_poll_before_it_told(
+    stub: Stub, service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for while a poll that nobody holds tells what was retrieved."""
+    monkeypatch.setattr("tinkex.client.polling.PACE", 30.0)
+    stub.config = {"sample_use_retrieve_futures": True}
+    sampler = service.create_sampling_client(base_model="stub/base")
+    stub.script("retrieve_futures", delay(0.0), delay(0.3))
+    sampler.sample(PROMPT, 1, PARAMS).result(20)
+    assert stub.wait_for("retrieve_futures", 2)[-1].json["timeout"] == 0
+    stub.hold("asample")
+    second = sampler.sample(PROMPT, 1, PARAMS)
+    stub.wait_for("retrieve_futures", 3)
+    stub.release()
+    second.result(20)
+
+
 @pytest.mark.parametrize("code", [404, 401, 422])
 def test_a_dead_batch_poller_falls_back(stub: Stub, service: ServiceClient, code: int) -> None:
     """What waits and what comes later is polled for one by one."""

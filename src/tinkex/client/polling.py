@@ -42,6 +42,7 @@ log = logging.getLogger("tinkex")
 MAX_FAILURES = 8  # of a batch poll in a row, before single polls replace it for good
 EARLY_KEPT = 120.0  # seconds that a completion is kept for a caller that has not asked yet
 QUICK_POLL = 1.0  # seconds: a "not yet" that came sooner was no long poll, so wait before the next
+PACE = 0.1  # seconds between polls of a server that does not hold them
 LOG_EVERY = 60.0  # seconds before the same queue state is logged again
 ACTIVE = "active"
 _UNLIMITED = nullcontext()
@@ -178,7 +179,7 @@ class BatchPoller:
         asked = asyncio.get_running_loop().time()
         request = FuturesRetrieveRequest(
             target=self._target, prev_cursor=self._cursor, retrieved_request_ids=retrieved,
-            timeout=None if self._unanswered() else 0.0,
+            timeout=None if (held := self._unanswered()) else 0.0,
         )  # fmt: skip
         try:
             reply = await self._connection.transport.call(ops.RETRIEVE_FUTURES, request)
@@ -196,10 +197,10 @@ class BatchPoller:
                 self._early[completion.request_id] = asked, size
         while self._early and next(iter(self._early.values()))[0] < asked - EARLY_KEPT:
             del self._early[next(iter(self._early))]
-        if reply.completions or not self._waiting:
+        if reply.completions or not self._waiting or not held:
             return
         if asyncio.get_running_loop().time() - asked < QUICK_POLL:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(PACE)
         else:  # nothing came: let the oldest caller find out whether the server still knows its request
             _resolve(next(iter(self._waiting.values())), None)
 
