@@ -1,8 +1,9 @@
-"""What a pass tells beside the engine's metrics, read from the request itself.
+"""Metrics of a pass that the engine does not compute, derived from the request.
 
-Rewards never reach a server; advantages do. Answers to one prompt are a group. Advantages that are centred in
-their group tell how far its rewards lie apart and, where there are two, how often the better one came. Of a
-pass over targets it tells how many tokens are surely right. Looks at some datums of many. Pure.
+They give curves to unmodified programs. A server never sees rewards, only advantages. Datums with the same
+prompt are a group, as in GRPO: if their advantages are centred, they show the spread of the group's rewards
+and, where a reward has two values, the share of the better one. A supervised pass gives the share of tokens
+with a probability above one half. Large passes are subsampled. Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank other than 0: it computes its part of what rank 0 says, and decides nothing."""
+"""A rank other than 0: executes the orders of rank 0 on its own shard of the model, and decides nothing."""
 
 from __future__ import annotations
 

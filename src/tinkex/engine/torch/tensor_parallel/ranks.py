@@ -1,4 +1,4 @@
-"""What an engine over several ranks has in place of the parts of an engine on one device."""
+"""Builds the trainer, sampler and adapters of a tensor-parallel engine, in place of those for one device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Logprobs, their gradient and draws where each rank has the logits of a part of the vocabulary.
 
-No rank ever has all logits, but for requests that list tokens or cut, change or forbid some (`whole`).
-`logprobs` and `next_tokens` have the same for one device.
+Softmax and sampling reduce over the ranks, so no rank holds all logits. The exceptions are
+requests that do not draw plainly (`RunningRequest.draws_plainly`): their logits are gathered (`whole`).
+`logprobs` and `next_tokens` do the same on one device.
 
 Shapes: N rows, D width, V padded vocabulary of this rank, B blocks, S block size, M target cells.
 """
