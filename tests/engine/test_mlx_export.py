@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 mx = pytest.importorskip("mlx.core")
 mlx_lm = pytest.importorskip("mlx_lm")
 IDS = [5, 9, 200, 31, 7, 7, 120, 64, 3]
-FAMILIES = ("llama3", "smollm2", "mistral", "qwen2", "qwen3", "gemma3", "phi4", "granite3")
+FAMILIES = ("llama3", "smollm2", "mistral", "qwen2", "qwen3", "gemma3", "phi4", "granite3", "qwen3_moe")
 
 
 def adapted(tmp_path: Path, family: str, **shape: Any) -> tuple[Path, Path]:

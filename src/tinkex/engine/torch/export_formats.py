@@ -55,6 +55,8 @@ def write_export(
         elif format == "mlx":
             merged = MergedModel(directory, adapter, dtype)
             merged.config |= older_rope_fields(merged.config)
+            if "num_local_experts" in merged.config:  # as transformers writes it now; mlx-lm reads the older
+                merged.config.setdefault("num_experts", merged.config["num_local_experts"])
             model = MlxQuantised(merged, quantize) if quantize else merged
             write_model(model, out, overwrite=overwrite, progress=progress, kind="mlx")
         elif format == "gguf":
