@@ -5,8 +5,9 @@
 A round is what a step of reinforcement learning does: 64 prompts of 128 tokens × 4 samples × 128 tokens, a
 pass of importance_sampling over all of it, optim_step, save_weights_and_get_sampling_client. The engine alone
 does the same work in a process of its own, on the same device, in the same run, without server and client.
-Three servers run in turn, from one home: with a cold compilation cache, with a warm one, and with power as
-its durability. A missed goal does not fail the run; a crash does. `--device cpu --shape line` tries it all.
+Two servers run in turn, from one home: the first compiles everything and has process as its durability, the
+second finds the cache warm and has power. `--quick` leaves out our own client. Figures are told as they
+come. A missed goal does not fail the run; a crash does. `--device cpu --shape line` tries it all.
 """
 
 from __future__ import annotations
@@ -74,11 +75,12 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def official(options: argparse.Namespace, url: str) -> Iterator[Talker]:
+def client_of(options: argparse.Namespace, url: str, sdk: str) -> Iterator[Talker]:
     given = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-bench", "TINKER_TELEMETRY": "0"}
-    if options.sdk == "tinkex":
+    python = options.official if sdk == "tinker" else options.ours
+    if sdk == "tinkex":
         given |= environment(options)
-    with talker(str(options.official), str(HERE / "line_device_client.py"), options.sdk, **given) as client:
+    with talker(str(python), str(HERE / "line_device_client.py"), sdk, **given) as client:
         yield client
 
 
@@ -159,12 +161,12 @@ def stalls(client: Talker, options: argparse.Namespace) -> Figures:
         first, second, third = (client.ask("sample", **given)["seconds"] for _ in range(3))
         found[count] = max(0.0, first - min(second, third))
     worst = max(found, key=lambda count: found[count])
-    return {"stall_ms": 1e3 * found[worst], "stall_at": worst}
+    return {"stall_ms": 1e3 * found[worst], "stall_at": worst, "seconds": found}
 
 
-def rounds(client: Talker, options: argparse.Namespace) -> Figures:
-    """Medians over whole rounds; the first two do not count."""
-    seen = [client.ask("round", **work(options)) for _ in range(options.rounds + 2)][2:]
+def rounds(client: Talker, options: argparse.Namespace, before: int = 1) -> Figures:
+    """Medians over whole rounds, after some that do not count."""
+    seen = [client.ask("round", **work(options)) for _ in range(before + options.rounds)][before:]
     return {key: statistics.median(one[key] for one in seen) for key in seen[0]}
 
 
@@ -197,29 +199,40 @@ def write_and_sync(path: Path, size: int) -> tuple[float, float]:
     return written, synced
 
 
+class Found(Figures):
+    """Figures, told as they come: a run that is cut off has said what it knew."""
+
+    def keep(self, prefix: str, figures: Figures) -> None:
+        self.update({f"{prefix}.{key}": value for key, value in figures.items()})
+        print(f"  {prefix}: {json.dumps(figures)}", file=sys.stderr, flush=True)
+
+
 def measure(options: argparse.Namespace, model: str, place: Path) -> Figures:
-    found: Figures = {}
+    found = Found()
     with server(options, model, "process") as served:
-        found |= {"cold.ready": served.ready, "cold.lines": served.lines}
-        with official(options, served.url) as client:
+        found.keep("cold", {"ready": served.ready, "lines": served.lines})
+        with client_of(options, served.url, options.sdk) as client:
             client.ask("begin", **work(options))
-            found |= {f"cold.{key}": value for key, value in first_and_second(client, options).items()}
+            found.keep("cold", first_and_second(client, options))
+            found.keep("stalls", stalls(client, options))
+            found.keep("process", publishing(client, options, place))
+            found.keep("line", rounds(client, options))
+        if not options.quick:
+            with client_of(options, served.url, "tinkex") as client:
+                client.ask("begin", **work(options))
+                client.ask("publish")
+                found.keep("ours", rounds(client, options))
     child = [str(options.ours), str(HERE / "line_device_child.py"), model, options.device]
     compiled = {"TRITON_CACHE_DIR": str(options.home / "compiled")}  # where the server keeps its kernels
     with talker(*child, **environment(options), **compiled) as engine:
         engine.ask("begin", **work(options))
-        found |= {f"engine.{key}": value for key, value in rounds(engine, options).items()}
-    with server(options, model, "process") as served, official(options, served.url) as client:
-        found["warm.ready"] = served.ready
+        found.keep("engine", rounds(engine, options, before=2))
+    with server(options, model, "power") as served, client_of(options, served.url, options.sdk) as client:
+        found.keep("warm", {"ready": served.ready})
         client.ask("begin", **work(options))
-        found |= {f"warm.{key}": value for key, value in first_and_second(client, options).items()}
-        found |= {f"warm.{key}": value for key, value in stalls(client, options).items()}
-        found |= {f"line.{key}": value for key, value in rounds(client, options).items()}
-        found |= {f"process.{key}": value for key, value in publishing(client, options, place).items()}
-    with server(options, model, "power") as served, official(options, served.url) as client:
-        client.ask("begin", **work(options))
-        found |= {f"power.{key}": value for key, value in publishing(client, options, place).items()}
-        found |= {f"power.{key}": value for key, value in rounds(client, options).items()}
+        found.keep("warm", first_and_second(client, options))
+        found.keep("power", publishing(client, options, place))
+        found.keep("power", rounds(client, options))
     return found
 
 
@@ -249,11 +262,15 @@ def table(found: Figures, options: argparse.Namespace) -> list[Figures]:
     both = found["engine.sample_s"] + found["engine.train_s"]
     add("a round, s: the engine's sampling + training", found["line.round_s"], both, most=1.1)
     add("  with `power`", found["power.round_s"], both)
+    if "ours.sample" in found:
+        add("sampling with our client: engine alone", found["ours.sample"], engine)
+        add("training and a step with our client: engine alone", found["ours.train"], found["engine.train"])
+        add("a round with our client", found["ours.round_s"], both)
     add("first step after ready - second, s (warm)", found["warm.first_step"], most=2.0)
     add("first sample after ready - second, s (warm)", found["warm.first_sample"], most=0.5)
     add(
-        f"longest stall, new number of requests ({found['warm.stall_at']}), ms",
-        found["warm.stall_ms"],
+        f"longest stall, new number of requests ({found['stalls.stall_at']}), ms",
+        found["stalls.stall_ms"],
         most=100,
     )
     add("ready, s: with a cold cache", found["warm.ready"], found["cold.ready"])
@@ -282,6 +299,11 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def _apart() -> str | None:
+    """A place in memory: writing a model's pages back would disturb the disk that is measured."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
 def run(options: argparse.Namespace) -> None:
     import torch
     from shapes import SHAPES
@@ -294,10 +316,11 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="tinkex-bench-") as directory:
         place = Path(directory)
         options.home = place / "home"
-        model = write_model(options.shape, place, "cuda" if options.device.startswith("cuda") else "cpu")
-        if device != "cpu":
-            torch.cuda.empty_cache()
-        found = measure(options, model, place)
+        with tempfile.TemporaryDirectory(prefix="tinkex-bench-", dir=_apart()) as models:
+            model = write_model(options.shape, Path(models), "cpu" if device == "cpu" else "cuda")
+            if device != "cpu":
+                torch.cuda.empty_cache()
+            found = measure(options, model, place)
     about = f"{options.shape}, {device}, torch {torch.__version__}, {options.sdk}, commit {commit()}, "
     about += f"{options.prompts} prompts x {options.samples} samples x {options.tokens} tokens"
     rows = table(found, options)

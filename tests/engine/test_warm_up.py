@@ -15,7 +15,7 @@ from tinkex.engine import protocol as p
 from tinkex.engine import warm_up as module
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.engine.warm_up import RUN, WarmUp, decode_sizes, warm_up
+from tinkex.engine.warm_up import RUN, WarmUp, decode_sizes, prompt_sizes, warm_up
 
 SMALL = WarmUp(rank=4, batch=5, pass_tokens=96, answers=2)
 
@@ -59,8 +59,8 @@ def test_it_says_how_far_it_is(engine: TorchEngine, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     said: list[str] = []
     warm_up(engine, SMALL, said.append)
-    # 4 s for one of 53 parts: passes count as seven each
-    assert said[0] == "compiling kernels and capturing steps: 1 of 26 (a pass of 64 tokens), about 208 s"
+    # 4 s for 1 of 51.2: passes count as seven each, prompts as 0.4
+    assert said[0] == "compiling kernels and capturing steps: 1 of 26 (a pass of 64 tokens), about 201 s"
     assert len(said) > 5
 
 
@@ -93,6 +93,11 @@ def test_every_captured_size_is_among_the_sizes(batch: int) -> None:
     for size in {bucket(n) for n in sizes}:  # the first and the last that a captured step serves
         served = [n for n in range(1, batch + 1) if bucket(n) == size]
         assert {served[0], served[-1]} <= set(sizes)
+
+
+def test_every_captured_prompt_is_among_the_sizes() -> None:
+    size = pytest.importorskip("tinkex.engine.cuda.prefill_graphs").size
+    assert {size(n) for n in range(1, 8193)} == {size(n) for n in prompt_sizes(8192)}
 
 
 def test_compiled_kernels_are_kept_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ log = logging.getLogger("tinkex")
 RUN = "(warm-up)"  # no run of a client is called so
 Part = tuple[str, Callable[[], None]]
 # Seconds that parts took on an H200 with nothing compiled: what is left is told in proportion to them.
-_SECONDS = {"a pass": 7.0, "decode": 0.1}
+_SECONDS = {"a pass": 7.0, "a prompt": 0.4, "decode": 0.1}
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,21 @@ def decode_sizes(batch: int) -> list[int]:
     ends = [min(size, batch) for size in steps if size < batch + 32]
     firsts = [size + 1 for size in ends[:-1]]
     return sorted({*ends, *firsts} & set(range(1, batch + 1)), reverse=True)
+
+
+def prompt_sizes(most: int) -> list[int]:
+    """Tokens of the steps with prompts that are captured, smallest first: no larger one serves the next.
+
+    Kernels differ between sizes as close as 384 and 512, so none is left out.
+
+    >>> prompt_sizes(1280)
+    [16, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024, 1152, 1280]
+    """
+    sizes, size = [16], 64
+    while size <= most:
+        sizes.append(size)
+        size += max(64, 1 << size.bit_length() >> 4)
+    return sizes
 
 
 def warm_up(engine: p.Engine, work: WarmUp, say: Callable[[str], None] = log.info) -> float:
@@ -96,7 +111,7 @@ class _Warming:
             for loss in ("cross_entropy", "importance_sampling"):
                 yield f"a pass of {tokens} tokens", lambda t=tokens, name=loss: self._train(t, name)
         yield "publishing", self._publish
-        for length in (n for n in (16, 64, 128, 256, 512, 1024, 2048, 4096) if n <= most):
+        for length in (n for n in prompt_sizes(8192) if n <= most):
             yield f"a prompt of {length} tokens", lambda n=length: self._sample(1, n, twice=True)
         length = min(128, most)
         for count in (n for n in (4, 16, 32, 64) if n <= work.batch):
