@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Future
+from weakref import WeakKeyDictionary
 
 from tinkex.engine.grammar import Grammars, GrammarState
 from tinkex.engine.protocol import EngineLost, ExportedAdapter, Location, SampledTokens, SampleWork
@@ -22,6 +23,28 @@ from tinkex.engine.torch.engine_thread import EngineThread
 from tinkex.engine.torch.sequences import Listener, PublishedAdapter, RunningRequest
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.outputs import SampleResponse
+
+
+class Waker:
+    """Wakes tasks of one event loop from the engine's thread: all of a step's at once.
+
+    A call into a loop costs as much as drawing several tokens, and a step may have hundreds of streams.
+    """
+
+    def __init__(self) -> None:
+        self._ready: deque[asyncio.Event] = deque()
+        self._called = False
+
+    def wake(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:
+        self._ready.append(ready)
+        if not self._called:
+            self._called = True
+            loop.call_soon_threadsafe(self._set)
+
+    def _set(self) -> None:
+        self._called = False  # before the events are set: one that comes now is not missed
+        while self._ready:
+            self._ready.popleft().set()
 
 
 class TorchSampler:
@@ -40,6 +63,7 @@ class TorchSampler:
         self._grammars = grammars
         self._published = published
         self._serial = itertools.count()
+        self._wakers: WeakKeyDictionary[asyncio.AbstractEventLoop, Waker] = WeakKeyDictionary()
 
     async def sample(self, work: SampleWork) -> SampleResponse:
         table, grammar = await self._table.of(work), await self._grammars.of(work)
@@ -49,18 +73,15 @@ class TorchSampler:
     async def stream(self, work: SampleWork) -> AsyncGenerator[SampledTokens | SampleResponse, None]:
         table, grammar = await self._table.of(work), await self._grammars.of(work)
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        waker = self._wakers.setdefault(loop, Waker())
         pieces: deque[SampledTokens] = deque()
 
-        def wake(*_: object) -> None:  # on the engine's thread
-            if not ready.is_set():
-                loop.call_soon_threadsafe(ready.set)
-
-        def listen(piece: SampledTokens) -> None:
+        def listen(piece: SampledTokens) -> None:  # on the engine's thread
             pieces.append(piece)
-            wake()
+            waker.wake(loop, ready)
 
         with self._submitted(work, table, grammar, listen) as future:
-            future.add_done_callback(wake)
+            future.add_done_callback(lambda _: waker.wake(loop, ready))
             done = False
             while not done:
                 await ready.wait()
