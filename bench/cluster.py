@@ -1,7 +1,8 @@
 """What Ray costs and what more actors bring, with a fake device of fixed time: `make bench-cluster`.
 
-    python bench/cluster.py                                   one table, on this machine
-    python bench/cluster.py --model DIR [--device cuda]       also a real engine, through Ray and in process
+    python bench/cluster.py [--only ROW ...]
+
+`bench/cluster_device.py` has the rows of a GPU.
 
 Two cores cannot show that compute scales. So a device is a clock here: a request holds its sampler, and a
 datum its trainer, for a fixed time, and what is measured is everything around it: routing, queues, Ray, the
@@ -38,26 +39,22 @@ from tinkex.engine.cluster.cluster_engine import ClusterEngine  # noqa: E402
 from tinkex.engine.fake import FakeEngine  # noqa: E402
 from tinkex.engine.fake.bigram import FakeExport  # noqa: E402
 from tinkex.engine.protocol import (  # noqa: E402
-    CreateAdapter,
     Engine,
     EngineConfig,
-    ExportAdapter,
-    Pass,
     Placement,
     SampleWork,
     SaveAdapter,
     build_engine,
-    run_passes,
 )
-from tinkex.store import atomic_directory  # noqa: E402
-from tinkex.types.data import Datum, ModelInput  # noqa: E402
-from tinkex.types.params import LoraConfig, SamplingParams  # noqa: E402
+from tinkex.types.params import SamplingParams  # noqa: E402
 
 REQUEST = 0.25  # seconds that a sample holds its place on the fake device
 DATUM = 0.020  # seconds that a datum holds the fake device of a trainer
 BATCH = 8  # samples at once on a fake device
 RUNS = 64
-PAYLOAD = 32 << 20  # bytes of a published adapter
+PAYLOAD = 1 << 20  # bytes of a published adapter, for each of its rank
+LARGE = 32  # the rank of an adapter of a realistic size
+LIVE = 1536  # runs whose adapters are in memory
 
 
 # -- the fake device ---------------------------------------------------------------------------------------
@@ -80,7 +77,7 @@ class TimedEngine(FakeEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         sample, compute, export = self.sampler.sample, self.trainer._compute, self.trainer._export
-        publish = self.sampler.publish
+        publish, save = self.sampler.publish, self.trainer._save
 
         async def sample_in_time(work: SampleWork) -> Any:
             if work.params.max_tokens != 1:
@@ -92,13 +89,14 @@ class TimedEngine(FakeEngine):
             compute(batch)
 
         def save_all(adapter: Any, command: SaveAdapter) -> int:
-            with atomic_directory(command.location) as directory:
-                (directory / "payload").write_bytes(bytes(PAYLOAD))
-            return PAYLOAD
+            size = save(adapter, command)
+            (Path(command.location) / "payload").write_bytes(bytes(PAYLOAD * adapter.lora.rank))
+            return size + PAYLOAD * adapter.lora.rank
 
         def large(adapter: Any) -> LargeExport:
             made = export(adapter)
-            return LargeExport(made.lora, made.model, made.params, np.ones(PAYLOAD, np.uint8))
+            payload = np.ones(PAYLOAD * adapter.lora.rank, np.uint8)
+            return LargeExport(made.lora, made.model, made.params, payload)
 
         async def copied(name: str, source: Any) -> None:
             if isinstance(source, LargeExport):
@@ -181,33 +179,91 @@ async def trained_a_second(trainers: int, steps: int = 3) -> float:
             return RUNS * steps / (time.perf_counter() - begun)
 
 
-async def first_tokens(served: Engine, samplers: int, place: Path) -> float:
+async def first_token(samplers: int) -> float:
     """Seconds from the end of a step until every sampler has drawn a token with the new adapter.
 
-    As the service does it: the adapter is on the disk first.
+    Through the whole service: the adapter is saved, published and used.
     """
+    placements = {MODEL: Placement("auto", samplers=samplers, max_samplers=samplers)} if samplers else {}
     times: list[float] = []
-    await asyncio.wrap_future(served.trainer.submit(CreateAdapter("run", LoraConfig(rank=4, seed=1))))
-    for n in range(8):
-        begun = time.perf_counter()
-        saving = SaveAdapter("run", str(place / f"{samplers}-{n}"))
-        await asyncio.wrap_future(served.trainer.submit(saving))
-        export = await asyncio.wrap_future(served.trainer.submit(ExportAdapter("run")))
-        await served.sampler.publish(f"adapter-{n}", export)
-        # Eight different prompts for each sampler: all of them get some.
-        asked = [served.sampler.sample(work(i, 1, f"adapter-{n}")) for i in range(8 * samplers)]
-        await asyncio.gather(*asked)
-        times.append(time.perf_counter() - begun)
-        await served.sampler.retire(f"adapter-{n}")
-    return statistics.median(times[1:])
+    with tempfile.TemporaryDirectory(prefix="tinkex-bench-") as home:
+        async with serving(Path(home), timed_engine, placements=placements, long_poll=120.0) as service:
+            user = User(service)
+            run = await user.run(rank=LARGE)
+            for n in range(8):
+                await user.train(run, 1 + 3 * n, 1)
+                begun = time.perf_counter()
+                sampler = await user.unnamed_sampler(run, 3 + 3 * n, n)
+                # Eight different prompts for each sampler: all of them get some.
+                prompts = [(5 + i, 6, 7) for i in range(8 * max(1, samplers))]
+                asked = [await user.sample(sampler, i, p, max_tokens=1) for i, p in enumerate(prompts)]
+                await asyncio.gather(*map(user.result, asked))
+                times.append(time.perf_counter() - begun)
+    return statistics.median(times[2:])
 
 
-async def publish_ratio() -> float:
+async def zipf_rate(adapters: int, samplers: int = 4, seconds: float = 6.0) -> float:
+    """Requests a second on published adapters, the n-th of which is asked for 1/n as often as the first."""
+    placements = {MODEL: Placement("auto", samplers=samplers, max_samplers=samplers)}
+    chance = np.random.default_rng(1)
+    shares = 1 / np.arange(1, adapters + 1)
+    with tempfile.TemporaryDirectory(prefix="tinkex-bench-") as home:
+        async with serving(Path(home), timed_engine, placements=placements, long_poll=120.0) as service:
+            user = User(service)
+            run = await user.run(rank=1)
+            paths = [await user.save_for_sampler(run, 1 + n, f"a{n}") for n in range(adapters)]
+            session = run.split(":")[0]
+            opened = [await user.sampler(session, n, path) for n, path in enumerate(paths)]
+            numbers, until, done = iter(range(1 << 30)), time.perf_counter() + 2 * seconds, 0
+
+            async def one() -> None:
+                nonlocal done
+                while (now := time.perf_counter()) < until:
+                    n, which = next(numbers), int(chance.choice(adapters, p=shares / shares.sum()))
+                    await user.result(await user.sample(opened[which], n, (5 + n % 97, 6, 7), max_tokens=2))
+                    done += now > until - seconds  # the first half is for adapters to be loaded
+
+            await asyncio.gather(*(one() for _ in range(samplers * BATCH)))
+    return done / seconds
+
+
+async def live_runs(count: int, trainers: int = 4) -> tuple[float, float, float]:
+    """Seconds of a pass and a step of many runs; GiB of adapters; trainers' memory over that, real engine."""
+    from shapes import write_model
+
+    placements = {MODEL: Placement("auto", trainers=trainers, gpus=0)}
     with tempfile.TemporaryDirectory(prefix="tinkex-bench-") as place:
-        with engine() as here:
-            alone = await first_tokens(here, 1, Path(place))
-        with engine(trainers=1, samplers=4) as there:
-            return await first_tokens(there, 4, Path(place)) / alone
+        model = write_model("line", Path(place), "cpu")
+        config = EngineConfig(model, device="cpu", max_context=64, adapter_bytes=16 << 30, threads=1)
+        changes = {"models": {MODEL: model}, "engine": config, "placements": placements}
+        async with serving(Path(place, "home"), build_engine, long_poll=600.0, **changes) as service:
+            user = User(service)
+            ids = [[await user.run(rank=4, seed=n) for n in range(trainers)]]
+            await asyncio.gather(*(user.train(run, 1, 1) for run in ids[0]))  # what a pass takes once
+            served = service.models.find(MODEL).engine
+            assert isinstance(served, ClusterEngine)
+            before, had = _trainer_memory(), await _adapter_bytes(served)
+            begun = time.perf_counter()
+            runs = [await user.run(rank=4, seed=n) for n in range(count - trainers)]
+            await asyncio.gather(*(user.train(run, 1, 1) for run in runs))
+            took = time.perf_counter() - begun
+            grown = await _adapter_bytes(served) - had
+            live = served.heartbeat().stats["adapters_live"]
+            assert live == count, f"{live} of {count} runs are in memory"
+            return took, grown / 2**30, (_trainer_memory() - before) / grown
+
+
+def _trainer_memory() -> int:
+    """Bytes of the trainers' processes."""
+    import psutil
+
+    found = psutil.Process().children(recursive=True)
+    return sum(one.memory_info().rss for one in found if one.name().startswith("ray::TrainerAct"))
+
+
+async def _adapter_bytes(served: ClusterEngine) -> float:
+    await asyncio.sleep(2.0)  # reports of trainers are a second old
+    return served.heartbeat().stats["adapter_bytes"]
 
 
 async def cached_tokens(samplers: int, *, affinity: bool) -> float:
@@ -241,43 +297,6 @@ async def cached_tokens(samplers: int, *, affinity: bool) -> float:
         return found / asked
 
 
-async def through_ray(model: str, device: str) -> tuple[float, float]:
-    """Passes and decoded tokens a second through Ray, over those of an engine in this process."""
-    figures: list[tuple[float, float]] = []
-    for placement in (None, Placement("auto", gpus=0.5 if device.startswith("cuda") else 0)):
-        served = build_engine(EngineConfig(model, device=device, max_context=2048, placement=placement))
-        try:
-            figures.append(await asyncio.to_thread(_passes, served) + await _decoded(served))
-        finally:
-            served.close()
-    (passes, decoded), (passes_there, decoded_there) = figures
-    return passes_there / passes, decoded_there / decoded
-
-
-def _passes(served: Engine, seconds: float = 10.0) -> tuple[float]:
-    ids = np.random.default_rng(0).integers(3, 1000, 513)
-    data = [Datum(ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:]}) for _ in range(16)]
-    served.trainer.submit(CreateAdapter("bench", LoraConfig(rank=32, seed=1))).result()
-    run_passes(served.trainer, [Pass("bench", data, "cross_entropy")])
-    count, begun = 0, time.perf_counter()
-    while time.perf_counter() - begun < seconds:
-        run_passes(served.trainer, [Pass("bench", data, "cross_entropy")])
-        count += 1
-    return (count / (time.perf_counter() - begun),)
-
-
-async def _decoded(served: Engine, sequences: int = 64, tokens: int = 256) -> tuple[float]:
-    async def draw() -> float:
-        params = SamplingParams(max_tokens=tokens, seed=1, stop=[])
-        prompts = [np.arange(5 + n, 69 + n, dtype=np.int32) for n in range(sequences)]
-        begun = time.perf_counter()
-        await asyncio.gather(*(served.sampler.sample(SampleWork(p, params)) for p in prompts))
-        return sequences * tokens / (time.perf_counter() - begun)
-
-    await draw()
-    return (max([await draw() for _ in range(3)]),)
-
-
 # -- the table ---------------------------------------------------------------------------------------------
 
 
@@ -285,33 +304,66 @@ def row(measure: str, got: str, goal: str) -> None:
     print(f"| {measure} | {got} | {goal} |", flush=True)
 
 
-async def measure(model: str, device: str, most: int) -> None:
+async def latency_row() -> None:
     row("added p50 of a one-token sample, fake device", f"{await added_latency():.2f} ms", "≤ 3 ms")
-    alone, many = await sampled_a_second(1), await sampled_a_second(most)
-    row(f"samplers 1 → {most}, fake device", f"{many / alone:.2f} ×", f"≥ {0.9 * most:.1f} ×")
+
+
+async def samplers_row() -> None:
+    alone, many = await sampled_a_second(1), await sampled_a_second(8)
+    row("samplers 1 → 8, fake device", f"{many / alone:.2f} ×", "≥ 7.2 ×")
+
+
+async def trainers_row() -> None:
     alone, many = await trained_a_second(1), await trained_a_second(4)
     row(f"trainers 1 → 4 with {RUNS} runs, fake device", f"{many / alone:.2f} ×", "≥ 3.6 ×")
-    ratio = await publish_ratio()
-    row(f"step → first token, 4 samplers / 1 engine, {PAYLOAD >> 20} MiB", f"{ratio:.2f} ×", "≤ 1.5 ×")
+
+
+async def publish_row() -> None:
+    alone, four = await first_token(0), await first_token(4)
+    name = f"step → first token, 4 samplers / 1 engine, {LARGE * PAYLOAD >> 20} MiB saved and published"
+    row(name, f"{1e3 * four:.0f} / {1e3 * alone:.0f} ms = {four / alone:.2f} ×", "≤ 1.5 ×")
+
+
+async def prefix_row() -> None:
     hits, blind = await cached_tokens(4, affinity=True), await cached_tokens(4, affinity=False)
     row("prefix-cache hits, 4 samplers of a tiny model: affinity", f"{hits:.0%}", "")
     row("the same over round robin", f"{hits / max(1e-9, blind):.2f} ×", "≥ 2 ×")
-    if model:
-        passes, decoded = await through_ray(model, device)
-        row(f"passes through Ray / in process, {Path(model).name} on {device}", f"{passes:.3f}", "≥ 0.95")
-        row(f"decoding through Ray / in process, {Path(model).name} on {device}", f"{decoded:.3f}", "≥ 0.95")
+
+
+async def adapters_row() -> None:
+    few, many = await zipf_rate(16), await zipf_rate(1024)
+    name = "1,024 published adapters, Zipf traffic, against 16, 4 samplers, fake device"
+    row(name, f"{many:.0f} / {few:.0f} requests/s = {many / few:.2f}", "≥ 0.8")
+
+
+async def live_row() -> None:
+    took, size, ratio = await live_runs(LIVE)
+    row(f"{LIVE:,} live runs, a pass and a step each, 4 trainers of a small model", f"{took:.0f} s", "")
+    row(f"memory of the trainers / {size:.2f} GiB of adapters with their optimizers", f"{ratio:.3f}", "≤ 1.1")
+
+
+ROWS = {
+    "latency": latency_row, "samplers": samplers_row, "trainers": trainers_row, "publish": publish_row,
+    "prefix": prefix_row, "adapters": adapters_row, "live": live_row,
+}  # fmt: skip
+
+
+async def measure(only: list[str]) -> None:
+    for name, make in ROWS.items():
+        if name in (only or ROWS):
+            begun = time.perf_counter()
+            await make()
+            print(f"{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What Ray costs and what more actors bring.")
-    parser.add_argument("--model", default="", help="a model directory, for the rows with a real engine")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--samplers", type=int, default=8, help="how many at most")
+    parser.add_argument("--only", nargs="*", default=[], choices=ROWS, metavar="ROW", help=", ".join(ROWS))
     given = parser.parse_args()
     load = os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load {load:.1f}{': a loaded machine' if load > 3 else ''}\n")
     print("| measure | got | goal |\n|---|---|---|")
-    asyncio.run(measure(given.model, given.device, given.samplers))
+    asyncio.run(measure(given.only))
 
 
 if __name__ == "__main__":

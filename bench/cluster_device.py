@@ -1,0 +1,124 @@
+"""What Ray costs a real engine: passes and decoding in process and through it, and many published adapters.
+
+    python bench/cluster_device.py --shape qwen3-8b --device cuda
+
+Weights are random: speed does not depend on their values. A missed goal does not fail the run; a crash does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from shapes import SHAPES, write_model
+
+from tinkex.engine.protocol import (
+    CreateAdapter,
+    DropAdapter,
+    Engine,
+    EngineConfig,
+    ExportAdapter,
+    Pass,
+    Placement,
+    SampleWork,
+    build_engine,
+    run_passes,
+)
+from tinkex.types.data import Datum, ModelInput
+from tinkex.types.params import LoraConfig, SamplingParams
+
+
+def row(measure: str, got: str, goal: str) -> None:
+    print(f"| {measure} | {got} | {goal} |", flush=True)
+
+
+async def through_ray(shape: str, device: str) -> None:
+    """Passes and decoded tokens a second, in this process and through Ray."""
+    figures: list[tuple[float, float]] = []
+    with tempfile.TemporaryDirectory(prefix="tinkex-bench-") as place:
+        model = write_model(shape, Path(place), device)
+        for placement in (None, Placement("auto", gpus=0.5 if device.startswith("cuda") else 0)):
+            room = {"kv_bytes": 16 << 30, "adapter_bytes": 8 << 30} if device.startswith("cuda") else {}
+            config = EngineConfig(model, device=device, max_context=2048, placement=placement, **room)
+            served = build_engine(config)
+            try:
+                found = await asyncio.to_thread(_passes, served), await _decoded(served)
+                where = "in process" if placement is None else "through Ray"
+                row(f"{shape} on {device}, {where}", f"{found[0]:.2f} passes/s, {found[1]:.0f} tokens/s", "")
+                figures.append(found)
+                if placement is not None:
+                    few, many = await _decoded_adapters(served, 16), await _decoded_adapters(served, 1024)
+                    name = f"{shape} on {device}, 1,024 published adapters of rank 1 / 16, Zipf"
+                    row(name, f"{many / few:.3f}", "≥ 0.8")
+            finally:
+                served.close()
+                del served
+    (passes, decoded), (passes_there, decoded_there) = figures
+    row(f"passes through Ray / in process, {shape} on {device}", f"{passes_there / passes:.3f}", "≥ 0.95")
+    row(f"decoding through Ray / in process, {shape} on {device}", f"{decoded_there / decoded:.3f}", "≥ 0.95")
+
+
+def _passes(served: Engine, seconds: float = 5.0) -> float:
+    ids = np.random.default_rng(0).integers(3, 1000, 513)
+    data = [Datum(ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:]}) for _ in range(16)]
+    served.trainer.submit(CreateAdapter("bench", LoraConfig(rank=32, seed=1))).result()
+    for _ in range(3):
+        run_passes(served.trainer, [Pass("bench", data, "cross_entropy")])
+    count, begun = 0, time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        run_passes(served.trainer, [Pass("bench", data, "cross_entropy")])
+        count += 1
+    return count / (time.perf_counter() - begun)
+
+
+async def _draw(served: Engine, adapters: list[str | None], tokens: int) -> float:
+    """Tokens a second of one request for each of these adapters, at the same time."""
+    params = SamplingParams(max_tokens=tokens, seed=1, stop=[])
+    prompts = [np.arange(5 + n, 69 + n, dtype=np.int32) for n in range(len(adapters))]
+    begun = time.perf_counter()
+    asked = [SampleWork(p, params, adapter) for p, adapter in zip(prompts, adapters, strict=True)]
+    await asyncio.gather(*map(served.sampler.sample, asked))
+    return len(adapters) * tokens / (time.perf_counter() - begun)
+
+
+async def _decoded(served: Engine, sequences: int = 64, tokens: int = 256) -> float:
+    await _draw(served, [None] * sequences, tokens)
+    return max([await _draw(served, [None] * sequences, tokens) for _ in range(3)])
+
+
+async def _decoded_adapters(served: Engine, count: int, sequences: int = 64, tokens: int = 128) -> float:
+    """Tokens a second, the n-th of the adapters asked for 1/n as often as the first."""
+    names = [f"zipf-{n}" for n in range(count)]
+    for name in names:
+        await asyncio.wrap_future(served.trainer.submit(CreateAdapter(name, LoraConfig(rank=1, seed=1))))
+        await served.sampler.publish(
+            name, await asyncio.wrap_future(served.trainer.submit(ExportAdapter(name)))
+        )
+        await asyncio.wrap_future(served.trainer.submit(DropAdapter(name)))
+    chance, shares = np.random.default_rng(1), 1 / np.arange(1, count + 1)
+    rates: list[float] = []
+    for n in range(5):
+        asked = chance.choice(names, sequences, p=shares / shares.sum()).tolist()
+        if not n:
+            await asyncio.gather(*(_draw(served, names[at : at + 64], 2) for at in range(0, count, 64)))
+        rates.append(await _draw(served, asked, tokens))
+    await asyncio.gather(*map(served.sampler.retire, names))
+    return statistics.median(rates[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What Ray costs a real engine.")
+    parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
+    parser.add_argument("--device", default="cuda")
+    given = parser.parse_args()
+    print("| measure | got | goal |\n|---|---|---|", flush=True)
+    asyncio.run(through_ray(given.shape, given.device))
+
+
+if __name__ == "__main__":
+    main()
