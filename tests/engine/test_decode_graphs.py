@@ -16,11 +16,12 @@ import torch
 from tests.engine.by_kernels import INTERPRETED, MARKS
 from tests.engine.stepping import finish
 from tests.engine.tiny import tiny_model
+from tests.engine.uncaptured import without_device
 from tinkex.engine.cuda import decode_graphs as decode
 from tinkex.engine.cuda import token_kernels
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.protocol import SampleWork
-from tinkex.engine.torch.backend import Backend
+from tinkex.engine.torch.backend import PlacedRows
 from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.kv import KVCache
 from tinkex.engine.torch.load import load_decoder
@@ -31,25 +32,12 @@ pytestmark = [*MARKS, pytest.mark.slow]
 CAPACITY = 32
 
 
-class Event:
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Stream:
-    def __init__(self, device: torch.device) -> None: ...
-
-
 class Graphs:
     """What `decode.Graphs` shows to a pipeline, on the CPU: a step draws the same token for everyone."""
 
     def __init__(self, there: set[int]) -> None:
-        self.there, self.rows, self.backend = there, [], Backend()
+        self.there, self.rows, self.placed = there, [], 0
         self.capacity, self.width = CAPACITY, 8
-        self.orders = torch.zeros(token_kernels.ORDERS, CAPACITY, dtype=torch.int64)
-        self.table = torch.zeros(CAPACITY, self.width, dtype=torch.int32)
-        self.temperature = torch.zeros(CAPACITY)
         self.results = decode.Results.of(torch.zeros(2, CAPACITY, dtype=torch.int64))
         self.results.tokens.fill_(7)
         self.results.logprobs.fill_(-1.0)
@@ -57,17 +45,17 @@ class Graphs:
     def has(self, rows: int) -> bool:
         return rows in self.there
 
-    def replay(self, key: decode.DecodeGraphKey) -> None:
-        self.rows.append(key.rows)
+    def place(self, rows: PlacedRows) -> None:
+        self.placed = decode.bucket(len(rows.temperature))
+
+    def launch(self, orders: torch.Tensor) -> None:
+        assert orders.shape == (token_kernels.ORDERS, CAPACITY)
+        self.rows.append(self.placed)
 
 
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(decode, "fill", lambda target, values: target.copy_(torch.from_numpy(values)))
+    without_device(monkeypatch)
 
 
 @pytest.fixture

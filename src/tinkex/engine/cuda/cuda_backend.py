@@ -1,4 +1,4 @@
-"""`engine.torch.backend.Backend` by Triton kernels and captured graphs, for bf16 on one CUDA device.
+"""`engine.torch.backend.Backend` by Triton kernels and captured graphs, for bf16 on a CUDA device.
 
 Every method computes what `Backend` computes, to rounding. `invariant` makes every row's result bitwise
 identical whatever other rows there are, and the sampler's logprobs bitwise identical to the trainer's.
@@ -33,7 +33,7 @@ from tinkex.engine.cuda.grouped_lora import CudaLora
 from tinkex.engine.cuda.invariant_product import InvariantLinear, product
 from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
 from tinkex.engine.torch.adapters import Adapter
-from tinkex.engine.torch.backend import Backend
+from tinkex.engine.torch.backend import Backend, StepLead
 from tinkex.engine.torch.continuous_batch import StepLimits
 from tinkex.engine.torch.hooks import ForwardContext, PartialProjection
 from tinkex.engine.torch.kv import KVCache, TokenSpan
@@ -194,11 +194,12 @@ class CudaBackend(Backend):
         return logprobs_NV
 
     def captured_steps(
-        self, decoder: Decoder, cache: KVCache, limits: StepLimits, states: StatePool | None = None
-    ) -> tuple[DecodePipeline, CapturedPrefill] | tuple[None, None]:
+        self, decoder: Decoder, cache: KVCache, limits: StepLimits, states: StatePool | None = None,
+        lead: StepLead | None = None,
+    ) -> tuple[DecodePipeline, CapturedPrefill] | tuple[None, None]:  # fmt: skip
         """None for models with experts that no kernel serves: their steps need the host."""
         experts = (layer.mlp for layer in decoder.config.stack if isinstance(layer.mlp, ExpertsConfig))
         if not all(map(routed.serves, experts)):
             return None, None
         graphs = DecodeGraphs(decoder, cache, limits.sequences, limits.context, states)
-        return DecodePipeline(graphs), CapturedPrefill(decoder, cache, limits, graphs)
+        return DecodePipeline(graphs, lead), CapturedPrefill(decoder, cache, limits, graphs)

@@ -30,11 +30,12 @@ from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_to
 from tinkex.engine.cuda.expert_routing import slots_of
 from tinkex.engine.cuda.recurrence import KernelStates
 from tinkex.engine.rng import stream_keys
+from tinkex.engine.torch.backend import PlacedRows, StepLead
 from tinkex.engine.torch.hooks import Frozen, LoraHook, PartialProjection, Site, Sites
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.next_tokens import draw_by_rules, listed
-from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence, Top, lora_of
+from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence, Top
 from tinkex.engine.torch.states import StatePool
 from tinkex.engine.torch.upload import fill, from_device, to_device
 
@@ -162,6 +163,7 @@ class DecodeGraphs:
         self.results = Results.of(static(2, self.capacity))
         self._cells: dict[int, Tensor] = {}
         self._graphs: dict[DecodeGraphKey, torch.cuda.CUDAGraph] = {}
+        self._key = DecodeGraphKey(1)  # of the rows that were placed last
         self._memory, self._beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     @cached_property
@@ -180,6 +182,24 @@ class DecodeGraphs:
     def has(self, rows: int) -> bool:
         return any(key.rows == rows for key in self._graphs)
 
+    def place(self, rows: PlacedRows) -> None:
+        """Upload what stays constant from step to step."""
+        count, shape = len(rows.temperature), grouped.SlotShape()
+        fill(self.table[:count], rows.pages)
+        fill(self.temperature[:count], rows.temperature)
+        if any(rows.adapters):
+            cells, shape = self.slots.place(self.backend.lora(rows.adapters, [1] * count).segments)
+            fill(self.cells(shape.tiles), cells)
+        self._key = DecodeGraphKey(bucket(count), shape, rows.keeps_logits)
+
+    def launch(self, orders: Tensor) -> None:
+        self.orders.copy_(orders, non_blocking=True)
+        self.replay(self._key)
+
+    def share_tokens(self) -> None:
+        if self._decoder.shards is not None:
+            self._decoder.shards.broadcast(self.results.tokens)
+
     def replay(self, key: DecodeGraphKey) -> None:
         if key not in self._graphs:
             self._graphs[key] = self._capture(key)
@@ -197,10 +217,14 @@ class DecodeGraphs:
         return self.capture(lambda: self._step(key))
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture `step`, which must have run before.
+        """Capture `step`, which must have run before; of a rank, with its collectives.
 
         Graphs share one memory pool: one runs at a time, and results lie outside the pool.
         """
+        shards = self._decoder.shards
+        return self._record(step) if shards is None else shards.captured(step, self._record)
+
+    def _record(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize(self.device)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         collects = gc.isenabled()
@@ -239,6 +263,8 @@ class DecodeGraphs:
         states = () if self.states is None else [KernelStates(None, self.states, self.orders[5, : key.rows])]
         h_BD = self._decoder(tokens, (cos, sin), attend, lora, states=states)
         logits_BV = self._decoder.logits(h_BD, lora)
+        if self._decoder.shards is not None:  # every rank draws, and all draw the same
+            logits_BV = self._decoder.shards.joined(logits_BV, self._decoder.config.padded_vocab)
         if key.keeps_logits:
             self.logits[: key.rows].copy_(logits_BV)
         token_kernels.draw(logits_BV, self.temperature, self.orders[4], self.vocab, last, logprobs, invariant)
@@ -268,8 +294,10 @@ class StepInFlight(NamedTuple):
 class DecodePipeline:
     """Running sequences in rows, with at most one step in flight when `step` returns."""
 
-    def __init__(self, graphs: DecodeGraphs) -> None:
-        self._graphs = graphs
+    def __init__(self, graphs: DecodeGraphs, lead: StepLead | None = None) -> None:
+        """`lead`: of rank 0, where the decoder is over several."""
+        self.steps = self._graphs = graphs
+        self._lead = lead or StepLead()
         self._row: dict[RunningSequence, int] = {}
         self._flight: StepInFlight | None = None
         self._launched = 0
@@ -281,7 +309,7 @@ class DecodePipeline:
         self._orders = pinned(token_kernels.ORDERS, capacity)
         self._results = [Results.of(turn) for turn in pinned(2, capacity)]
         self._seed, self._index = np.zeros(capacity, np.uint64), np.zeros(capacity, np.int64)
-        self._key, self._spare = DecodeGraphKey(1), 0  # the graph in use; steps for which it was too large
+        self._rows, self._spare = 1, 0  # of the graph in use; steps for which it was too large
 
     def serves(self, request: RunningRequest) -> bool:
         """Whether captured steps can serve `request`."""
@@ -308,6 +336,8 @@ class DecodePipeline:
             drawn = draw_by_rules(some, graphs.logits[rows_N], graphs.vocab, graphs.backend)
             graphs.results.tokens.index_copy_(0, rows_N, drawn.tokens_N)
             graphs.results.logprobs.index_copy_(0, rows_N, drawn.logprobs_N)
+            with self._lead.share_tokens():
+                graphs.share_tokens()
             if drawn.top_NK is not None:
                 ids, logprobs = (from_device(part) for part in drawn.top_NK)
                 flight = flight._replace(
@@ -328,33 +358,30 @@ class DecodePipeline:
 
     def _shrinks(self, rows: int) -> bool:
         """Whether to take a smaller graph: at once if there is one, else if rows stay few."""
-        self._spare = self._spare + 1 if 4 * rows <= 3 * self._key.rows else 0
+        self._spare = self._spare + 1 if 4 * rows <= 3 * self._rows else 0
         return self._spare > _PATIENCE or (self._spare > 0 and self._graphs.has(rows))
 
     def _assign_rows(self, sequences: Several[RunningSequence]) -> None:
-        """Give every sequence a row, grouped by adapter, and upload what stays constant from step to step."""
+        """Give every sequence a row, grouped by adapter."""
         placed = sorted(sequences, key=lambda s: s.request.root)
         self._row = {sequence: row for row, sequence in enumerate(placed)}
-        rows, graphs, self._spare = len(placed), self._graphs, 0
-        table = np.zeros((rows, graphs.width), np.int32)
+        rows, self._spare = len(placed), 0
+        table = np.zeros((rows, self._graphs.width), np.int32)
         for held, sequence in zip(table, placed, strict=True):
             held[: len(sequence.pages)] = sequence.pages
-        temperatures = [s.request.work.params.temperature for s in placed]
-        fill(graphs.table[:rows], table)
-        fill(graphs.temperature[:rows], np.array(temperatures, np.float32))
+        temperature = np.array([s.request.work.params.temperature for s in placed], np.float32)
         self._seed[:rows] = [s.request.seed for s in placed]
         self._index[:rows] = [s.index for s in placed]
         ruled = not all(s.request.draws_plainly for s in placed)
-        self._key = DecodeGraphKey(bucket(rows), keeps_logits=ruled)
-        if (lora := lora_of(graphs.backend, placed, [1] * rows)) is not None:
-            cells, shape = graphs.slots.place(lora.segments)
-            fill(graphs.cells(shape.tiles), cells)
-            self._key = self._key._replace(adapters=shape)
+        constant = PlacedRows(table, temperature, [s.request.adapter for s in placed], ruled)
+        self._rows = bucket(rows)
+        with self._lead.place(constant):
+            self._graphs.place(constant)
 
     def _launch(
         self, sequences: Several[RunningSequence], sources: dict[RunningSequence, int]
     ) -> StepInFlight:
-        turn, graphs, n = self._launched % _RING, self._graphs, self._key.rows
+        turn, graphs, n = self._launched % _RING, self._graphs, self._rows
         self._launched += 1
         rows = np.array([self._row[s] for s in sequences])
         positions = np.array([s.computed + s.in_flight for s in sequences])
@@ -368,8 +395,8 @@ class DecodePipeline:
         keys = stream_keys(self._seed[rows], self._index[rows], positions + 1)
         orders[4, rows] = keys.view(np.int64)
         orders[5, rows] = [-1 if s.slot is None else s.slot for s in sequences]
-        graphs.orders.copy_(self._orders[turn], non_blocking=True)
-        graphs.replay(self._key)
+        with self._lead.launch(self._orders[turn]):
+            graphs.launch(self._orders[turn])
         results, done = self._results[turn], torch.cuda.Event()
         for sequence in sequences:
             sequence.in_flight += 1

@@ -201,6 +201,8 @@ class CapturedPrefill:
         try:
             graph = self._graphs.capture(lambda: self._step(key))
         except RuntimeError as error:  # most likely out of memory
+            if self._decoder.shards is not None:
+                raise  # the other ranks replay theirs
             log.warning("a step of %d rows could not be captured: %s", key.rows, error)
             self._warm.discard(key)
             self._refused.add(key)

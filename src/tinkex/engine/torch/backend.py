@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,8 +42,47 @@ if TYPE_CHECKING:
     from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence
 
 
+class PlacedRows(NamedTuple):
+    """The rows of a decode batch: what stays constant from step to step."""
+
+    pages: np.ndarray  # int32 [rows, pages of a whole context]
+    temperature: np.ndarray  # float32 [rows]
+    adapters: Sequence[Adapter | None]
+    keeps_logits: bool  # for rows with rules
+
+
+class DecodeSteps(Protocol):
+    """The device's part of `DecodeAhead`. Every rank has one, and those of all ranks do the same."""
+
+    def place(self, rows: PlacedRows) -> None: ...
+
+    def launch(self, orders: Tensor) -> None:
+        """Launch a step of the placed rows; `orders` is int64, on the host."""
+        ...
+
+    def share_tokens(self) -> None:
+        """Give the other ranks the tokens that rank 0 drew by rules."""
+        ...
+
+
+class StepLead:
+    """Called before `DecodeSteps` does something, so that other ranks do it too. Here there are none."""
+
+    def place(self, rows: PlacedRows) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def launch(self, orders: Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def share_tokens(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 class DecodeAhead(Protocol):
     """Decodes running sequences one step ahead of the host: a call returns the results of the step before."""
+
+    @property
+    def steps(self) -> DecodeSteps: ...
 
     def serves(self, request: RunningRequest) -> bool: ...
 
@@ -162,8 +202,9 @@ class Backend:
         return scaled_logprobs(logits_NV, temperature_N, vocab)
 
     def captured_steps(
-        self, decoder: Decoder, cache: KVCache, limits: StepLimits, states: StatePool | None = None
-    ) -> tuple[DecodeAhead | None, PrefillSteps | None]:
+        self, decoder: Decoder, cache: KVCache, limits: StepLimits, states: StatePool | None = None,
+        lead: StepLead | None = None,
+    ) -> tuple[DecodeAhead | None, PrefillSteps | None]:  # fmt: skip
         """What the sampler uses instead of eager steps; None where there is no such thing."""
         return None, None
 

@@ -39,7 +39,7 @@ from tinkex.engine.torch.sequences import (
     Top,
 )
 from tinkex.engine.torch.states import GRID, StatePool, snapshot_after
-from tinkex.engine.torch.step_runner import StepRunner
+from tinkex.engine.torch.step_runner import StepRunner, StepTokens
 from tinkex.engine.torch.upload import to_device
 from tinkex.types.outputs import SampleResponse
 
@@ -327,7 +327,7 @@ class ContinuousBatch:
         images = feature_rows(((s.request.images, s.computed, count) for s, count in plan), self._device)
         slots = [sequence.slot for sequence, _ in plan if sequence.slot is not None]
         adapters = [sequence.request.adapter for sequence, _ in plan]
-        h_TD = self._runner.forward(tokens, pieces, adapters, slots, images)
+        h_TD = self._runner.forward(StepTokens(tokens, pieces, adapters, slots, images))
         for sequence, count in plan:
             self._computed(sequence, count)
         return h_TD

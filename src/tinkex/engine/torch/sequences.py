@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,10 +17,6 @@ from tinkex.engine.torch.engine_thread import settle
 from tinkex.engine.torch.images import PlacedImage
 from tinkex.engine.torch.models.attend import Spans
 from tinkex.types.outputs import SampleResponse
-
-if TYPE_CHECKING:
-    from tinkex.engine.torch.backend import Backend
-    from tinkex.engine.torch.lora import LoraBatch
 
 _BASE = b"base"
 Listener = Callable[[SampledTokens], None]  # called on the engine's thread with each token drawn
@@ -120,10 +115,3 @@ class RunningSequence(Sample):
 
 Top = tuple[np.ndarray, np.ndarray]  # ids and logprobs of likely tokens
 Landed = list[tuple[RunningSequence, int, float, Top | None]]  # new tokens, their logprobs, likely ones
-
-
-def lora_of(
-    backend: Backend, sequences: Sequence[RunningSequence], counts: Sequence[int]
-) -> LoraBatch | None:
-    adapters = [sequence.request.adapter for sequence in sequences]
-    return backend.lora(adapters, counts) if any(adapters) else None

@@ -8,7 +8,7 @@ Shapes: T tokens of a step, D width, N rows whose logits are needed, V padded vo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -29,6 +29,16 @@ Adapters = Sequence["Adapter | None"]
 Rows = np.ndarray | slice
 
 
+class StepTokens(NamedTuple):
+    """The new tokens of a step: those of pieces[i] have adapters[i] and, in hybrids, the state slots[i]."""
+
+    tokens: np.ndarray
+    pieces: Sequence[TokenSpan]
+    adapters: Adapters
+    slots: Sequence[int]
+    images: FeatureRows | None = None
+
+
 class StepRunner:
     """Computes steps with a decoder, its KV cache and, of hybrids, its states."""
 
@@ -40,15 +50,9 @@ class StepRunner:
         self._decoder, self._cache, self._states, self._prefill = decoder, cache, states, prefill
         self._device = decoder.unembed_weight.device
 
-    def forward(
-        self,
-        tokens: np.ndarray,
-        pieces: Sequence[TokenSpan],
-        adapters: Adapters,
-        slots: Sequence[int],
-        images: FeatureRows | None = None,
-    ) -> Tensor:
-        """The hidden states [T, D] of the spans' new tokens; adapters[i] is that of pieces[i]."""
+    def forward(self, step: StepTokens) -> Tensor:
+        """The hidden states [T, D] of the step's tokens."""
+        tokens, pieces, adapters, slots, images = step
         decoder, counts = self._decoder, [piece.new for piece in pieces]
         lora = self._lora(adapters, counts)
         if self._prefill is not None and images is None:

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from tinkex.engine.protocol import EngineError
 from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.backend import DecodeAhead, DecodeSteps, PlacedRows
+from tinkex.engine.torch.continuous_batch import StepLimits
 from tinkex.engine.torch.kv import KVCache, TokenSpan
 from tinkex.engine.torch.logprobs import Targets, target_logprobs
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.next_tokens import Choice
 from tinkex.engine.torch.optim import adamw_step
 from tinkex.engine.torch.states import StatePool
-from tinkex.engine.torch.step_runner import StepRunner
+from tinkex.engine.torch.step_runner import StepRunner, StepTokens
 from tinkex.engine.torch.tensor_parallel import orders
 from tinkex.engine.torch.tensor_parallel.sharded_adapters import AdapterShards
 from tinkex.engine.torch.tensor_parallel.sharded_vocab import ShardedVocab
@@ -40,12 +42,13 @@ class Follower:
         self._cache: KVCache | None = None
         self._states: StatePool | None = None
         self._runner: StepRunner | None = None
+        self._ahead: DecodeAhead | None = None
         self._h_TD: Tensor | None = None
 
     def execute(self, order: Any) -> None:
         match order:
-            case orders.Prepare(pages, slots):
-                self._prepare(pages, slots)
+            case orders.Prepare(pages, slots, limits):
+                self._prepare(pages, slots, limits)
             case orders.MakeAdapter(key, lora):
                 self._adapters[key] = self._parts.fresh(lora)
             case orders.TakeAdapter(key):
@@ -64,6 +67,13 @@ class Follower:
                 self._parts.whole(self._adapters[key], optimizer=optimizer)
             case orders.AdvanceSequences():
                 self._advance(order)
+            case orders.PlaceRows(pages, temperature, adapters, keeps_logits):
+                self._steps.place(PlacedRows(pages, temperature, self._of(adapters), keeps_logits))
+            case orders.LaunchStep(changes, given):
+                self._change(changes)
+                self._steps.launch(torch.from_numpy(given))
+            case orders.ShareTokens():
+                self._steps.share_tokens()
             case orders.ReadLogits(rows, adapters, counts):
                 with torch.inference_mode():
                     self._vocab.whole(self._logits(rows, adapters, counts))
@@ -74,12 +84,19 @@ class Follower:
             case _:
                 raise TypeError(f"{type(order).__name__} is no order")
 
-    def _prepare(self, pages: int, slots: int) -> None:
+    @property
+    def _steps(self) -> DecodeSteps:
+        assert self._ahead is not None
+        return self._ahead.steps
+
+    def _prepare(self, pages: int, slots: int, limits: StepLimits) -> None:
         config, clears = self._decoder.config, self._decoder.backend.clears_pages
         self._cache = KVCache(config.kv_shapes, pages, self._device, self._dtype, clears=clears)
         if config.state_shapes:
             self._states = StatePool(config.state_shapes, slots, self._device)
-        self._runner = StepRunner(self._decoder, self._cache, self._states)
+        of = self._decoder, self._cache, limits, self._states
+        self._ahead, prefill = self._decoder.backend.captured_steps(*of)
+        self._runner = StepRunner(self._decoder, self._cache, self._states, prefill)
 
     def _compute(self, order: orders.ComputeBatch) -> None:
         for key in order.clear:
@@ -108,8 +125,15 @@ class Follower:
 
     def _advance(self, order: orders.AdvanceSequences) -> None:
         assert self._runner is not None
+        self._change(order.changes)
+        pieces = [TokenSpan(*span) for span in order.spans]
+        with torch.inference_mode():
+            step = StepTokens(order.tokens, pieces, self._of(order.adapters), order.slots)
+            self._h_TD = self._runner.forward(step)
+
+    def _change(self, changes: Sequence[orders.Change]) -> None:
         assert self._cache is not None
-        for kind, one, other in order.changes:
+        for kind, one, other in changes:
             if kind == "clear":
                 self._cache.clear(one)
             elif kind == "copy":
@@ -117,9 +141,6 @@ class Follower:
             else:
                 assert self._states is not None
                 self._states.copy_state(one, other)
-        pieces = [TokenSpan(*span) for span in order.spans]
-        with torch.inference_mode():
-            self._h_TD = self._runner.forward(order.tokens, pieces, self._of(order.adapters), order.slots)
 
     def _of(self, keys: Sequence[orders.Key]) -> list[Adapter | None]:
         return [None if key is None else self._adapters[key] for key in keys]

@@ -11,6 +11,7 @@ import secrets
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -21,15 +22,16 @@ from torch import Tensor
 from tinkex.engine import protocol as p
 from tinkex.engine.torch import adapter_files
 from tinkex.engine.torch.adapters import Adapter, AdapterExport
-from tinkex.engine.torch.images import FeatureRows
-from tinkex.engine.torch.kv import KVCache, TokenSpan
+from tinkex.engine.torch.backend import PlacedRows, StepLead
+from tinkex.engine.torch.kv import KVCache
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.next_tokens import Choice
 from tinkex.engine.torch.optim import adamw_step
 from tinkex.engine.torch.sampler_files import SamplerCopy
 from tinkex.engine.torch.states import StatePool
-from tinkex.engine.torch.step_runner import Adapters, Rows, StepRunner
+from tinkex.engine.torch.step_runner import Adapters, Rows, StepRunner, StepTokens
 from tinkex.engine.torch.tensor_parallel import orders
+from tinkex.engine.torch.tensor_parallel.orders import LaunchStep, PlaceRows
 from tinkex.engine.torch.tensor_parallel.sharded_adapters import CPU, AdapterShards
 from tinkex.engine.torch.tensor_parallel.sharded_vocab import ShardedVocab
 from tinkex.engine.torch.tensor_parallel.sharding import ShardPlan
@@ -198,6 +200,29 @@ class LeadingStates(StatePool):
         super().copy_state(target, source)
 
 
+def _taken(changes: list[orders.Change]) -> tuple[orders.Change, ...]:
+    taken = tuple(changes)
+    changes.clear()
+    return taken
+
+
+class LeadingSteps(StepLead):
+    """Has the other ranks' captured decode steps do what rank 0's do; `changes` as of `LeadingRunner`."""
+
+    def __init__(self, team: Team, keys: AdapterKeys, changes: list[orders.Change]) -> None:
+        self._team, self._keys, self._changes = team, keys, changes
+
+    def place(self, rows: PlacedRows) -> AbstractContextManager[None]:
+        keys = self._keys.of(rows.adapters)
+        return self._team.order(PlaceRows(rows.pages, rows.temperature, keys, rows.keeps_logits))
+
+    def launch(self, orders: Tensor) -> AbstractContextManager[None]:
+        return self._team.order(LaunchStep(_taken(self._changes), orders.numpy().copy()))
+
+    def share_tokens(self) -> AbstractContextManager[None]:
+        return self._team.order(orders.ShareTokens())
+
+
 class LeadingRunner(StepRunner):
     """`StepRunner` over all ranks; `changes` are those that its cache and its states note."""
 
@@ -210,21 +235,14 @@ class LeadingRunner(StepRunner):
         self._team, self._keys, self._changes = team, keys, changes
         self._vocab = ShardedVocab(team.shards, decoder.config)
 
-    def forward(
-        self,
-        tokens: np.ndarray,
-        pieces: Sequence[TokenSpan],
-        adapters: Adapters,
-        slots: Sequence[int],
-        images: FeatureRows | None = None,
-    ) -> Tensor:
-        assert images is None, "images are for engines on one GPU"
-        spans = [(list(piece.pages), piece.start, piece.new) for piece in pieces]
-        changes = tuple(self._changes)
-        self._changes.clear()
-        order = orders.AdvanceSequences(changes, tokens, spans, self._keys.of(adapters), list(slots))
-        with self._team.order(order):
-            return super().forward(tokens, pieces, adapters, slots)
+    def forward(self, step: StepTokens) -> Tensor:
+        assert step.images is None, "images are for engines on one GPU"
+        spans = [(list(piece.pages), piece.start, piece.new) for piece in step.pieces]
+        adapters, changes = self._keys.of(step.adapters), _taken(self._changes)
+        with self._team.order(
+            orders.AdvanceSequences(changes, step.tokens, spans, adapters, list(step.slots))
+        ):
+            return super().forward(step)
 
     def logits(self, h_TD: Tensor, rows: Rows, adapters: Adapters, counts: Sequence[int]) -> Tensor:
         with self._team.order(orders.ReadLogits(rows, self._keys.of(adapters), list(counts))):

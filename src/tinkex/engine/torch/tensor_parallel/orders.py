@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tinkex.engine.torch.continuous_batch import StepLimits
 from tinkex.types.params import AdamParams, LoraConfig
 
 Key = int | None  # of an adapter; None: the base model
@@ -23,6 +24,7 @@ class Prepare:
 
     pages: int
     slots: int
+    limits: StepLimits
 
 
 @dataclass(frozen=True)
@@ -113,3 +115,29 @@ class DrawTokens:
     adapters: Sequence[Key]
     temperature: np.ndarray
     keys: np.ndarray
+
+
+# -- decode steps by captured graphs: what `DecodeSteps` does -------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlaceRows:
+    """`PlacedRows`, with adapters by their numbers."""
+
+    pages: np.ndarray
+    temperature: np.ndarray
+    adapters: Sequence[Key]
+    keeps_logits: bool
+
+
+@dataclass(frozen=True)
+class LaunchStep:
+    """One step of the placed rows, after `changes` to pages and states."""
+
+    changes: Sequence[Change]
+    orders: np.ndarray
+
+
+@dataclass(frozen=True)
+class ShareTokens:
+    """Take the tokens that rank 0 drew by rules."""

@@ -17,6 +17,7 @@ from tinkex.engine.torch.tensor_parallel.leader import (
     LeadingCache,
     LeadingRunner,
     LeadingStates,
+    LeadingSteps,
     LeadingTrainer,
 )
 from tinkex.engine.torch.tensor_parallel.sharding import LoadedPart, ShardPlan
@@ -47,11 +48,15 @@ class Ranks:
         changes: list[orders.Change] = []
         config, weight = decoder.config, decoder.unembed_weight
         of = config.kv_shapes, pages, weight.device, weight.dtype
-        with self._team.order(orders.Prepare(pages, slots)):
+        with self._team.order(orders.Prepare(pages, slots, limits)):
             cache = LeadingCache(changes, *of, clears=decoder.backend.clears_pages)
             states = LeadingStates(changes, config.state_shapes, slots, weight.device) if slots else None
-        runner = LeadingRunner(self._team, self._keys, changes, decoder, cache, states)
-        return ContinuousBatch(decoder, cache, limits, probe=self.check, states=states, runner=runner)
+            lead = LeadingSteps(self._team, self._keys, changes)
+            pipeline, prefill = decoder.backend.captured_steps(decoder, cache, limits, states, lead)
+        runner = LeadingRunner(self._team, self._keys, changes, decoder, cache, states, prefill)
+        return ContinuousBatch(
+            decoder, cache, limits, pipeline, probe=self.check, states=states, runner=runner
+        )
 
     def trainer(self, *args: Any, **options: Any) -> LeadingTrainer:
         return LeadingTrainer(self._team, self.plan, self._keys, self._fingerprint, *args, **options)

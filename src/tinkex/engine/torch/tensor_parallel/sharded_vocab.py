@@ -79,7 +79,7 @@ class ShardedVocab:
 
     def whole(self, logits_NV: Tensor) -> Tensor:
         """The logits of all ids."""
-        return torch.cat(self._shards.gather(logits_NV), -1)[:, : self._padded]
+        return self._shards.joined(logits_NV, self._padded)
 
     def draw(self, logits_NV: Tensor, choice: Choice) -> tuple[list[int], list[float]]:
         """As `Backend.draw`: the same race, of which each rank runs its own blocks."""

@@ -38,8 +38,6 @@ from tinkex.engine.torch.quantised import SCHEMES, QuantisedWeight, quantise
 from tinkex.engine.torch.tensor_parallel.shards import Shards
 from tinkex.errors import InvalidInputError
 
-# Kernels have not computed parts of models on a GPU yet (test_tensor_parallel.py): plain torch does, there.
-KERNELS = False
 _ALIGNED = 8  # rows of the vocabulary that are not parted
 Cut = tuple[tuple[slice, ...], ...]  # of each dimension, the pieces that a rank has, one after the other
 
@@ -255,7 +253,7 @@ class LoadedPart:
         self._plan = ShardPlan(model, self.shards.rank, self.shards.count)
         local = self._plan.local
         with torch.device("meta"):
-            backend = choose_backend(device, dtype, kernels=KERNELS and local.kernels_serve)
+            backend = choose_backend(device, dtype, kernels=local.kernels_serve)
             decoder = Decoder(local, backend, self.shards)
             if quantised:
                 decoder.quantise(dtype)

@@ -51,6 +51,14 @@ class Shards:
         self.calls += 1
         return self._gather(x)
 
+    def joined(self, part_NV: Tensor, width: int) -> Tensor:
+        """What all ranks have of rows, side by side: the first `width` columns."""
+        return torch.cat(self.gather(part_NV), -1)[:, :width]
+
+    def captured(self, step: Callable[[], None], record: Callable[[Callable[[], None]], Any]) -> Any:
+        """A graph of what `step` launches, as `record` captures it: NCCL's collectives are part of it."""
+        return record(step)
+
     def _reduce(self, x: Tensor, how: Reduction) -> None:
         raise NotImplementedError
 
