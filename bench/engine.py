@@ -411,7 +411,8 @@ def main() -> None:
 
         if options.against:
             return engine_cuda.compare(options.shape, options.only, options.rounds, options.against)
-        return engine_cuda.run(options.shape, options.only, options.rounds, as_json=options.json)
+        given = {"as_json": options.json, "peers": options.peers}
+        return engine_cuda.run(options.shape, options.only, options.rounds, **given)
     measures, rows = cpu_plan()
     if options.only:
         measures = [m for m in measures if m.name.startswith(tuple(options.only))]

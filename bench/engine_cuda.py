@@ -461,14 +461,18 @@ def share(bench: Bench, name: str) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = f"{'measure':<26}{'unit':<10}{'ours':>10}{'goal':>10}  {'met':<5}{'of the limit':>14}"
+    head = f"{'measure':<26}{'unit':<10}{'transformers':>14}{'ours':>10}{'goal':>10}  {'met':<5}"
+    head += f"{'of the limit':>14}"
     lines = [head, "-" * len(head)]
     for each in rows:
-        ours, goal = ("-" if each[key] is None else number(each[key]) for key in ("value", "goal"))
+        peer, ours, goal = (
+            "-" if each[key] is None else number(each[key]) for key in ("transformers", "value", "goal")
+        )
         met = {True: "yes", False: "NO", None: ""}[each["met"]]
         limit = f"{each['share']:.0%}" if "share" in each else ""
         lines.append(
-            f"{each['measure']:<26}{each['unit']:<10}{ours:>10}{goal:>10}  {met:<5}{limit:>14}  {each['of']}"
+            f"{each['measure']:<26}{each['unit']:<10}{peer:>14}{ours:>10}{goal:>10}  {met:<5}{limit:>14}"
+            f"  {each['of']}"
         )
     return "\n".join(line.rstrip() for line in lines)
 
@@ -477,8 +481,21 @@ def number(value: float) -> str:
     return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
 
 
-def run(shape: str, only: list[str] | None, rounds: int, *, as_json: bool = False) -> None:
-    """Every measure whose name begins with one of `only`; prints the table."""
+def beside(shape: str, names: list[str]) -> dict[str, float]:
+    """What plain transformers has in a process of its own, where one GPU holds the shape in bf16."""
+    names = [name for name in names if name in ("train", "decode 1", "decode 64", "decode 256")]
+    if not names or (shape in PACKED and shape != "gpt-oss-20b"):
+        return {}
+    command = [sys.executable, str(HERE / "engine_cuda_peer.py"), shape, *names]
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    found = [json.loads(line) for line in told]
+    return {one["measure"]: one["value"] for one in found if one["value"] is not None}
+
+
+def run(
+    shape: str, only: list[str] | None, rounds: int, *, as_json: bool = False, peers: bool = True
+) -> None:
+    """Every measure whose name begins with one of `only`; prints the table, transformers beside ours."""
     bench = Bench(shape, rounds, random_decoder(shape), {})
     for name, measure in MEASURES.items():
         if only and not name.startswith(tuple(only)):
@@ -493,7 +510,11 @@ def run(shape: str, only: list[str] | None, rounds: int, *, as_json: bool = Fals
         seconds = time.perf_counter() - begin
         print(f"{name}: {bench.found.get(name)} ({seconds:.0f} s)", file=sys.stderr, flush=True)
     names = [*MEASURES, "memory of 32k", "end to end 256", "KL"]
-    rows = [row(bench, name) for name in names if name in bench.found]
+    bench.decoder = None  # type: ignore[assignment]  # the other side needs the memory
+    gc.collect()
+    torch.cuda.empty_cache()
+    peer = beside(shape, list(bench.found)) if peers else {}
+    rows = [row(bench, name) | {"transformers": peer.get(name)} for name in names if name in bench.found]
     about = f"{shape}, {torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit()}"
     print(json.dumps({"about": about, "rows": rows}) if as_json else f"{about}\n\n{table(rows)}")
 
