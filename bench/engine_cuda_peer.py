@@ -1,9 +1,10 @@
 """Plain transformers on the GPU, beside `bench/engine.py --device cuda`: `engine_cuda_peer.py SHAPE MEASURE…`
 
 Random weights made on the device. A peft adapter of rank 32 on every linear layer but the head: experts,
-which are stacked, have none. Training: 8 sequences of 1,024 tokens, recomputing, logits of all tokens, fused AdamW.
-Decoding: `generate` with its default cache, the adapter active, prompts of 128 tokens; a token's time is what
-more tokens take more. A line of JSON for each measure, null where it fails. Knows nothing of our code.
+which are stacked, have none. Training: 8 sequences of 1,024 tokens, recomputing, logits of all tokens, fused
+AdamW. Decoding: `generate` with its default cache, the adapter active, prompts of 128 tokens; a token's time
+is what more tokens take more. A line of JSON for each measure, null where it fails.
+Knows nothing of our code.
 """
 
 from __future__ import annotations
