@@ -22,6 +22,7 @@ from tinkex.engine.protocol import (
     SaveAdapter,
 )
 from tinkex.service import samplers
+from tinkex.service.config import ServiceConfig
 from tinkex.service.fair_semaphore import FairSemaphore
 from tinkex.service.samplers import SampleEvents
 from tinkex.service.scheduler import QueuedRequest, Scheduler
@@ -327,8 +328,8 @@ async def test_the_owner_with_the_fewest_tokens_goes_next():
 
 
 async def test_one_owner_never_holds_all_permits():
-    permits = FairSemaphore(16)
-    assert all(permits.try_acquire("flood", 1) for _ in range(14))
+    permits = FairSemaphore(18)
+    assert all(permits.try_acquire("flood", 1) for _ in range(16))
     assert not permits.try_acquire("flood", 1)
     waiting = asyncio.create_task(permits.acquire("flood", 1))
     await asyncio.sleep(0)
@@ -336,3 +337,12 @@ async def test_one_owner_never_holds_all_permits():
     assert not waiting.done()
     permits.release("flood", 1)
     await waiting
+
+
+async def test_one_owner_decodes_256_sequences_at_once_and_others_get_in(home: Path) -> None:
+    """64 prompts of 4 samples are a usual batch: part of it must not wait until the rest is done."""
+    config = ServiceConfig(home)
+    permits = FairSemaphore(min(config.samples_in_flight, config.engine.max_batch))
+    assert all(permits.try_acquire("one", 4) for _ in range(64))
+    assert not permits.try_acquire("one", 4)
+    assert permits.try_acquire("other", 32)

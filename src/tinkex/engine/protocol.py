@@ -326,7 +326,7 @@ class EngineConfig:
     kv_bytes: int | None = None  # memory for KV pages; None: planned from what is free
     adapter_bytes: int | None = None  # memory for live adapters; None: planned
     max_pass_tokens: int | None = None  # tokens in one micro-batch; None: planned
-    max_batch: int = 256  # sequences decoded at once
+    max_batch: int = 288  # sequences decoded at once; a service gives one owner 256 of them
     threads: int | None = None  # CPU compute threads; None: adjusted to the machine's load
     deterministic: bool = False  # batch-invariant: bitwise the same alone and in any batch (docs/engine.md)
     name: str = ""  # what checkpoints call the model; "": as `model`

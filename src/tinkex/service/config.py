@@ -50,7 +50,7 @@ class ServiceConfig:
     # how much
     max_rank: int = 1024
     max_datums: int = 4096  # of one request
-    samples_in_flight: int = 256  # sequences of one base model; beyond that, requests wait, fairly by owner
+    samples_in_flight: int = 288  # sequences of one base model; beyond that, requests wait, fairly by owner
     disk_quota: int | None = None  # bytes of all that is kept in the home; None: what the disk has
     disk_per_user: int | None = None  # bytes of the sessions of one user; None: no limit of its own
     runs_per_user: int = 256  # live at a time, of one user

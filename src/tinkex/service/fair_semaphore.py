@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from typing import NamedTuple
 
-RESERVE = 8  # 1 / RESERVE of the permits is kept from an owner who holds the others
+RESERVE = 9  # 1 / RESERVE of the permits is kept from an owner who holds the others
 
 
 class PermitRequest(NamedTuple):
