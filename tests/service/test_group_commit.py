@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from tests.service.harness import User, found, killed_copy, serving
 from tests.service.power_cut import SlowDisk
-from tinkex.cli.serve import server as command
+from tinkex.cli.server_admin import server as command
 from tinkex.service import group_commit
 from tinkex.service.group_commit import GroupCommit, replay
 from tinkex.service.refusal import Refusal

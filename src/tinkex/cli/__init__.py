@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("tinkex.cli.serve:serve", "Serve base models to Tinker clients."),
     "console": ("tinkex.cli.home_console:console", "Look at this machine's runs in a browser."),
     "plan": ("tinkex.cli.plan:plan", "Reckon what fits on some GPUs, and what they reach."),
-    "server": ("tinkex.cli.serve:server", "API keys of a server, and sharing of runs."),
+    "server": ("tinkex.cli.server_admin:server", "API keys of a server, and sharing of runs."),
     "run": ("tinkex.cli.run:run", "Training runs: list, show, plot, rename, tag, delete."),
     "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Checkpoints: list, download, publish, delete."),
     "export": ("tinkex.cli.export:export", "Write a checkpoint for PEFT, transformers, llama.cpp, MLX."),
