@@ -334,6 +334,7 @@ def test_a_trace_is_asked_for_until_it_is_ready(
     stub.script("*trace_export", pending, pending, answer({"status": "ready", "url": "https://elsewhere/t"}))
     assert rest.export_session_trace("s-1").result(10) == "https://elsewhere/t"
     assert stub.count("*trace_export") == 3
+    assert asyncio.run(rest.export_session_trace_async("s-1")) == "https://elsewhere/t"
 
 
 def test_a_trace_that_fails_or_does_not_come_is_a_typed_error(
@@ -348,7 +349,7 @@ def test_a_trace_that_fails_or_does_not_come_is_a_typed_error(
         rest.export_session_trace("s-1").result(10)
     stub.script("*trace_export", answer({"status": "pending"}), always=True)
     with pytest.raises(ResultTimeoutError, match=r"not ready after 0\.05 s; the server goes on"):
-        asyncio.run(rest.export_session_trace_async("s-1", timeout=0.05))
+        rest.export_session_trace("s-1", timeout=0.05).result(10)
 
 
 def test_searching_sessions_warns_that_it_may_change(stub: Stub, rest: RestClient):
