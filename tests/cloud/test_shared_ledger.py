@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from tinkex.errors import InvalidInputError
-from tinkex.service.ledger import LedgerError
+from tinkex.service.ledger_file import LedgerError
 from tinkex.service.ledger_mirror import MirroredLedger
 from tinkex.service.ledger_postgres import Fenced, SharedDatabase
 from tinkex.service.ledger_schema import MIGRATIONS

@@ -19,7 +19,8 @@ import pytest
 from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tests.server.conftest import Answer, Running
 from tinkex.server.api_keys import hash_key
-from tinkex.service.ledger import Ledger, LedgerError
+from tinkex.service.ledger import Ledger
+from tinkex.service.ledger_file import LedgerError
 from tinkex.service.ledger_reader import LedgerReader
 from tinkex.service.rows import RunRow, SamplerRow, SessionRow
 from tinkex.service.run_series import STEPS

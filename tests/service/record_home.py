@@ -153,7 +153,7 @@ async def _serve_and_work(directory: Path, kind: str) -> None:
         run = service.runs.get(facts["evicted"])
         assert run is not None
         assert await service.runs.evict(run)
-        await service.tick()
+        await service.upkeep.tick()
         print(json.dumps(facts, default=str), flush=True)
         await asyncio.sleep(600)  # until it is killed
 

@@ -130,7 +130,7 @@ async def test_what_has_expired_is_gone_with_its_files(user: User, home: Path):
     ledger.update_checkpoint(run, "weights", "c", expires_at=time.time() - 1)
     info = checkpoints.WeightsInfoRequest(tinker_path=path)
     assert await user.status_of(ops.GET_WEIGHTS_INFO, info) == 404  # before any upkeep
-    await user.service.tick()
+    await user.service.upkeep.tick()
     assert ledger.checkpoint(run, "weights", "c") is None
     assert [p.name for p in found(home, "weights/*")] == ["d"]
 
@@ -153,7 +153,7 @@ async def test_the_name_of_what_has_expired_is_free_at_once(user: User, service:
     path = await user.save(run, 1, "c", ttl_seconds=3600)
     service.ledger.update_checkpoint(run, "weights", "c", expires_at=time.time() - 1)  # not yet removed
     assert await user.save(run, 2, "c") == path
-    await service.tick()
+    await service.upkeep.tick()
     await user.load(run, 3, path)
 
 
@@ -265,7 +265,7 @@ async def test_an_archive_is_a_file_that_goes_with_its_checkpoint(user: User, ho
     await user.call(ops.DELETE_CHECKPOINT, one)
     (left,) = found(home, "archives/*")
     os.utime(left, (0, 0))
-    await user.service.tick()
+    await user.service.upkeep.tick()
     assert found(home, "archives/*") == []
 
 
@@ -369,7 +369,7 @@ async def test_what_is_saved_anew_while_others_expire_stays(
     for n, name in enumerate(("old", "rolling")):
         service.ledger.update_checkpoint(run, "weights", name, expires_at=1.0 + n)
     deleting, go_on = held_up(monkeypatch, shutil, "rmtree")
-    tick = asyncio.create_task(service.tick())
+    tick = asyncio.create_task(service.upkeep.tick())
     await asyncio.to_thread(deleting.wait, 30)
     assert await user.save(run, 3, "rolling", ttl_seconds=3600, overwrite=True) == path
     go_on.set()

@@ -36,13 +36,13 @@ async def test_a_jump_deletes_nothing_and_can_be_undone(
         user = User(service)
         await user.save(await user.run(), 1, "c", ttl_seconds=7 * 24 * 3600)
         clocks.ahead = DAYS
-        await service.tick()
+        await service.upkeep.tick()
         assert found(tmp_path, "weights/c")
         assert "no checkpoint is deleted" in caplog.text
         clocks.ahead = 0.0
-        await service.tick()
+        await service.upkeep.tick()
         clocks.later = STEADY + 60
-        await service.tick()
+        await service.upkeep.tick()
         assert found(tmp_path, "weights/c")
 
 
@@ -51,7 +51,7 @@ async def test_what_has_expired_by_a_clock_that_held_is_deleted(tmp_path: Path, 
         user = User(service)
         await user.save(await user.run(), 1, "c", ttl_seconds=7 * 24 * 3600)
         clocks.ahead = DAYS
-        await service.tick()
+        await service.upkeep.tick()
         clocks.later = STEADY - 60
         await service.checkpoints.expire()
         assert found(tmp_path, "weights/c")
@@ -67,10 +67,10 @@ async def test_a_jump_before_or_shortly_before_a_start_is_noticed(tmp_path: Path
         await user.save(await user.run(session), 1, "c", ttl_seconds=7 * 24 * 3600)
     clocks.ahead = DAYS
     async with serving(tmp_path / "home") as service:
-        await service.tick()
+        await service.upkeep.tick()
         assert found(tmp_path, "weights/c")
         service.activity.heard_of(session)  # the ledger's last time is the false one from now on
         service.activity.flush()
     async with serving(tmp_path / "home") as service:
-        await service.tick()
+        await service.upkeep.tick()
         assert found(tmp_path, "weights/c")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.service.harness import User, found, name_of, serving
 from tinkex.service import home as home_module
-from tinkex.service.ledger import LedgerFullError
+from tinkex.service.ledger_file import LedgerFullError
 from tinkex.types import checkpoints
 from tinkex.wire import ops
 
@@ -76,7 +76,7 @@ async def test_a_server_starts_and_deletes_on_a_full_disk(small_disk: Path):
         )
         assert listed.checkpoints == []
         (small_disk / "filler").unlink()
-        await service.tick()
+        await service.upkeep.tick()
         assert await user.save(run, 4, "c4")
 
 

@@ -22,7 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.service.ledger import Ledger, LedgerError, LedgerFullError
+from tinkex.service.ledger import Ledger
+from tinkex.service.ledger_file import LedgerError, LedgerFullError
 from tinkex.service.ledger_schema import MIGRATIONS, migrate, version
 from tinkex.service.rows import (
     TABLES,

@@ -78,7 +78,7 @@ async def test_a_damaged_journal_goes_with_its_session(home: Path):
         user = User(service)
         for name in (run, other):
             await user.finish(name.split(":")[0])
-        await service.tick()
+        await service.upkeep.tick()
         assert found(home, "journal*") == []
 
 
@@ -105,7 +105,7 @@ async def test_a_lapsed_sessions_runs_go_to_disk_and_come_back(
             promises.append(await user.forward_backward(name, 7, datum(9)))
             await user.result(promises[-1])
     silence(service, run.split(":")[0], 1000)
-    await service.tick()
+    await service.upkeep.tick()
     assert live(service) == 1
     assert service.ledger.run(run).state == "evicted"  # type: ignore[union-attr]
     first = 8 if with_gradients else 7
@@ -124,7 +124,7 @@ async def test_results_of_a_run_on_disk_can_be_fetched(user: User, service: Serv
     promise = await user.forward_backward(run, 1)
     loss = (await user.result(promise)).metrics
     silence(service, run.split(":")[0], 1000)
-    await service.tick()
+    await service.upkeep.tick()
     service.futures.drop([promise.request_id])
     assert (await user.result(promise)).metrics == loss
 
@@ -134,7 +134,7 @@ async def test_a_heartbeat_keeps_a_session(user: User, service: Service):
     session = run.split(":")[0]
     silence(service, session, 1000)
     await user.call(ops.SESSION_HEARTBEAT, sessions.SessionHeartbeatRequest(session_id=session))
-    await service.tick()
+    await service.upkeep.tick()
     assert live(service) == 1
 
 
@@ -152,7 +152,7 @@ async def test_when_a_session_ends_its_runs_and_unnamed_samplers_are_cleaned_awa
     await user.finish(session)
     heartbeat = sessions.SessionHeartbeatRequest(session_id=session)
     assert await user.status_of(ops.SESSION_HEARTBEAT, heartbeat) == 410
-    await service.tick()
+    await service.upkeep.tick()
     assert live(service) == 0
     assert found(home, "ephemeral/*") == []
     assert found(home, "journal") == []
@@ -174,10 +174,10 @@ async def test_what_was_asked_before_the_end_is_still_done(home: Path):
         saving = asyncio.ensure_future(user.save(run, 2, "last"))
         await asyncio.sleep(0.01)
         await user.finish(run.split(":")[0])
-        await service.tick()  # too early to clean up
+        await service.upkeep.tick()  # too early to clean up
         await user.result(promise)
         assert await saving == f"tinker://{run}/weights/last"
-        await service.tick()
+        await service.upkeep.tick()
         assert service.ledger.run(run).state == "closed"  # type: ignore[union-attr]
 
 
@@ -186,7 +186,7 @@ async def test_a_session_not_heard_of_for_days_ends(home: Path):
         user = User(service)
         run = await user.run()
         silence(service, run.split(":")[0], 4000)
-        await service.tick()
+        await service.upkeep.tick()
         found = await user.call(
             ops.SEARCH_SESSIONS, sessions.SessionSearchRequest(session_id=run.split(":")[0])
         )
@@ -203,8 +203,8 @@ async def test_a_laptop_that_slept_for_long_finds_its_sessions_and_samplers(
     samplers = [await user.unnamed_sampler(run, 5 + n, n) for n in range(2)]
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + 30 * 24 * 3600.0)
-    await service.tick()
-    await service.tick()
+    await service.upkeep.tick()
+    await service.upkeep.tick()
     heartbeat = sessions.SessionHeartbeatRequest(session_id=run.split(":")[0])
     assert await user.status_of(ops.SESSION_HEARTBEAT, heartbeat) == 200
     assert (await user.train(run, 7, 1))[0] < losses[0]
@@ -220,7 +220,7 @@ async def test_adapters_of_a_base_model_that_is_gone_are_removed_too(home: Path)
         await user.unnamed_sampler(run, 2, 1)
     async with serving(home, models={"m/other": "fake"}) as service:
         await User(service).finish(run.split(":")[0])
-        await service.tick()
+        await service.upkeep.tick()
         assert found(home, "ephemeral/*") == []
 
 
@@ -234,7 +234,7 @@ async def test_unused_samplers_are_removed_superseded_ones_sooner(home: Path):
         for sampler in samplers:
             service.ledger._update(SamplerRow, "sampler_id = ?", [sampler], {"created_at": ago})
         service.activity.awake_since = ago
-        await service.tick()
+        await service.upkeep.tick()
         left = [row.sampler_id for row in service.ledger.samplers_of_session(run.split(":")[0])]
         assert left == [samplers[0], samplers[2]]  # used just now; the newest
         assert len(found(home, "ephemeral/*")) == 2

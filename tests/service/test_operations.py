@@ -402,7 +402,7 @@ async def test_nothing_is_kept_of_the_passes_of_a_run_that_has_ended(service: Se
     await user.result(await user.forward_backward(run, 1))
     assert service.metrics._windows
     await user.finish(session)
-    await service.tick()
+    await service.upkeep.tick()
     assert not service.metrics._windows
 
 

@@ -281,5 +281,5 @@ async def test_live_runs_of_one_user_are_bounded(home: Path):
         await ben.run()
         await ann.train(second, 1, 1)
         await ann.finish(first.split(":")[0])
-        await service.tick()
+        await service.upkeep.tick()
         assert await ann.status_of(ops.CREATE_MODEL, third) == 200

@@ -12,9 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from tests.service.harness import MODEL, User, killed_copy, serving, until
-from tinkex.cli.serve import server as command
+from tinkex.cli.server_admin import server as command
 from tinkex.server.api_keys import Authenticator, hash_key
-from tinkex.service.ledger import FILES, Ledger, LedgerError
+from tinkex.service.ledger import FILES, Ledger
+from tinkex.service.ledger_file import LedgerError
 from tinkex.service.refusal import Refusal
 from tinkex.store import CHECKSUMS
 

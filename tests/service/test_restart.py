@@ -552,7 +552,7 @@ async def test_a_service_whose_clients_died_with_it_cleans_up(home: Path):
         await user.forward_backward(run, 1)
         copy = killed_copy(home)
     async with serving(copy, resume=False) as service:
-        await service.tick()
+        await service.upkeep.tick()
         assert service.ledger.run(run).state == "closed"  # type: ignore[union-attr]
         assert found(copy, "journal") == []
         assert service.models.find(MODEL).engine is None

@@ -13,7 +13,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from tinkex.service.ledger import Ledger, LedgerFullError
+from tinkex.service.ledger import Ledger
+from tinkex.service.ledger_file import LedgerFullError
 from tinkex.service.refusal import Caller
 from tinkex.service.rows import AuditRow, RunRow, SamplerRow, Scope, UsageKind, UsageRow
 

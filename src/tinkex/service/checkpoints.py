@@ -15,7 +15,8 @@ from tinkex.service.activity import Activity
 from tinkex.service.archive import LINK_LIFE, Archives
 from tinkex.service.group_commit import GroupCommit
 from tinkex.service.home import Home
-from tinkex.service.ledger import Ledger, LedgerFullError
+from tinkex.service.ledger import Ledger
+from tinkex.service.ledger_file import LedgerFullError
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import CheckpointRow, RunRow, SessionRow, texts
 from tinkex.service.saved_files import SavedFiles

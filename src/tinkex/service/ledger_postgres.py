@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from tinkex.errors import InvalidInputError
-from tinkex.service.ledger import LedgerError
+from tinkex.service.ledger_file import LedgerError
 from tinkex.service.ledger_schema import MIGRATIONS
 from tinkex.service.rows import TABLES
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from tinkex.service import ledger_schema, rows
-from tinkex.service.ledger import BUSY_SECONDS, Ledger, LedgerError
+from tinkex.service import ledger_schema
+from tinkex.service.ledger import Ledger
+from tinkex.service.ledger_file import BUSY_SECONDS, LedgerError, whole_rows
 
 
 class LedgerReader(Ledger):
@@ -21,10 +22,7 @@ class LedgerReader(Ledger):
         try:
             self._db = ledger_schema.connect(uri, uri=True, timeout=BUSY_SECONDS, check_same_thread=False)
             seen, known = ledger_schema.version(self._db), len(ledger_schema.MIGRATIONS)
-            self._is_whole = {
-                kind: f"checksum IS {ledger_schema.checksum(self._db, table)}"
-                for kind, table in rows.TABLES.items()
-            }
+            self._is_whole = whole_rows(self._db)
         except sqlite3.Error as error:
             raise self._error(error) from error
         if seen != known:

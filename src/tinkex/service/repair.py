@@ -16,7 +16,8 @@ from typing import Any
 
 from tinkex.service.group_commit import LOG, replay
 from tinkex.service.home import Home
-from tinkex.service.ledger import FILES, Ledger, LedgerError, salvage
+from tinkex.service.ledger import FILES, Ledger, salvage
+from tinkex.service.ledger_file import LedgerError
 from tinkex.service.rows import CheckpointRow, RunRow, SessionRow
 from tinkex.service.runs.journal import restore
 from tinkex.service.runs.segments import JournalError

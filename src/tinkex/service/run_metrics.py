@@ -22,7 +22,8 @@ from typing import Any
 
 from tinkex.service.access import Access
 from tinkex.service.home import Home
-from tinkex.service.ledger import Ledger, LedgerFullError
+from tinkex.service.ledger import Ledger
+from tinkex.service.ledger_file import LedgerFullError
 from tinkex.service.mirrors import MetricMirrors
 from tinkex.service.policy_metrics import pass_metrics
 from tinkex.service.refusal import Caller

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
 import logging
-import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
@@ -27,6 +25,7 @@ from tinkex.service.activity import Activity
 from tinkex.service.adapter_cache import AdapterCaches
 from tinkex.service.archive import Archives, Link
 from tinkex.service.billing import Billing
+from tinkex.service.capabilities import Capabilities
 from tinkex.service.checkpoints import Checkpoints
 from tinkex.service.config import ServiceConfig
 from tinkex.service.custom_losses import CustomLosses
@@ -34,7 +33,8 @@ from tinkex.service.futures import SAMPLES, Completions, Futures
 from tinkex.service.group_commit import GroupCommit, replay
 from tinkex.service.home import Home
 from tinkex.service.imports import Imports
-from tinkex.service.ledger import Ledger, LedgerError, LedgerFullError
+from tinkex.service.ledger import Ledger
+from tinkex.service.ledger_file import LedgerError, LedgerFullError
 from tinkex.service.mirrors import MetricMirrors
 from tinkex.service.peers import Peers
 from tinkex.service.refusal import Caller, Refusal
@@ -52,24 +52,22 @@ from tinkex.service.runs.snapshots import Snapshots
 from tinkex.service.runs.training_loop import TrainingObserver
 from tinkex.service.samplers import SampleEvents, SampleObserver, Samplers
 from tinkex.service.saved_files import SavedFiles
-from tinkex.service.served_models import Capabilities, ServedModels
+from tinkex.service.served_models import ServedModels
 from tinkex.service.sessions import Sessions, SessionTraces
+from tinkex.service.upkeep import Upkeep
 from tinkex.store import DamagedError, StoreError
 from tinkex.types import futures as polls
 from tinkex.types.futures import UntypedAPIFuture
 from tinkex.types.sampling import SampleRequest
-from tinkex.types.sessions import DeleteSessionRequest
 from tinkex.wire import ops
 from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex.service")
-TICK = 5.0  # seconds between two rounds of upkeep
 # What adds to the ledger and does not look at the quota itself, as passes, saves, copies and losses do.
 GROWS = {
     "create_session", "create_model", "load_weights", "create_sampling_session", "assign_session_project",
     "export_session_trace",
 }  # fmt: skip
-THOROUGH = 12  # every so many rounds, the slow part of upkeep is done too
 # Operations that promise nothing to be kept over a power cut, besides those that only GET something.
 _UNKEPT = {
     "session_heartbeat", "search_sessions", "get_client_config", "get_dynamic_config", "send_telemetry",
@@ -108,7 +106,7 @@ class Service:
         self.config = config
         self.ready = False
         self.long_poll = config.long_poll
-        self._upkeep: asyncio.Task[None] | None = None
+        self._rounds: asyncio.Task[None] | None = None
         self.peers = peers = None if server is None else server.peers
         if config.ledger is not None and peers is None:
             self.peers = peers = Peers(config, "")
@@ -167,19 +165,23 @@ class Service:
         )
         imports = Imports(ledger, home, files, access, activity, models)
         listing = RunListing(config, ledger, access, activity, models, self.runs, metrics)
-        upkeep = RunUpkeep(ledger, home, disk, access, activity, self.runs, metrics, checkpoints, files)
+        changes = RunUpkeep(ledger, home, disk, access, activity, self.runs, metrics, checkpoints, files)
         self.billing = billing = Billing(ledger, activity)
+        self.upkeep = Upkeep(
+            ledger, home, disk, access, activity, archives, files, self.runs, samplers, sessions, checkpoints,
+            metrics, traces, billing, peers, self.flush, self.expire_results,
+        )  # fmt: skip
         capabilities = Capabilities(config, models, server is not None)
         methods: list[Method] = [
             sessions.create_session, sessions.session_heartbeat, sessions.finish_session,
             sessions.list_sessions, sessions.get_session, sessions.assign_session_project,
             sessions.search_sessions, traces.export_session_trace, metrics.get_run_metrics,
-            metrics.log_run_metrics, upkeep.update_run, upkeep.delete_run,
+            metrics.log_run_metrics, changes.update_run, changes.delete_run,
             training.create_model, training.load_weights, training.forward, training.forward_backward,
             training.optim_step, training.unload_model, listing.get_info, listing.get_training_run,
             listing.list_training_runs, losses.create_custom_loss, samplers.sample, imports.upload_weights,
             samplers.create_sampling_session, samplers.join_sampling_session, samplers.get_sampler,
-            self.delete_session, self.retrieve_future, self.retrieve_futures, self.cancel_future,
+            self.upkeep.delete_session, self.retrieve_future, self.retrieve_futures, self.cancel_future,
             checkpoints.get_weights_info, checkpoints.copy_weights, checkpoints.list_checkpoints,
             checkpoints.list_user_checkpoints, checkpoints.publish_checkpoint, imports.import_weights,
             checkpoints.unpublish_checkpoint, checkpoints.set_checkpoint_ttl, checkpoints.delete_checkpoint,
@@ -214,7 +216,7 @@ class Service:
         except BaseException:
             self.home.unlock()
             raise
-        self._upkeep = asyncio.get_running_loop().create_task(self._keep_up())
+        self._rounds = asyncio.get_running_loop().create_task(self.upkeep.run())
         self.home.keep_spare()
         self.ready = True
 
@@ -255,9 +257,9 @@ class Service:
     async def stop(self) -> None:
         """Finish what is being executed, snapshot runs, and let go of the home."""
         self.ready = False
-        if self._upkeep is not None:
-            self._upkeep.cancel()
-            await asyncio.gather(self._upkeep, return_exceptions=True)
+        if self._rounds is not None:
+            self._rounds.cancel()
+            await asyncio.gather(self._rounds, return_exceptions=True)
         await self.samplers.stop()
         try:
             await self.runs.stop()
@@ -339,29 +341,6 @@ class Service:
         """Sample, and iterate over the tokens as they are drawn; Refusal if it is not accepted."""
         return SampleEvents(self.samplers, request, caller)
 
-    async def delete_session(self, request: DeleteSessionRequest, caller: Caller) -> None:
-        """Delete a session with its runs, whose checkpoints must be deleted before; what they do ends."""
-        row = self.access.session(request.session_id, caller, to_use=True)
-        session_id = row.session_id
-        runs = self.ledger.runs_of_session(session_id)
-        if saved := [one.tinker_path for run in runs for one in self.ledger.checkpoints_of_run(run.run_id)]:
-            raise Refusal(
-                422, f"session {session_id} has checkpoints ({len(saved)}), delete them first: {saved[0]}"
-            )
-        self.sessions.cancel(row, "it was deleted")
-        for run in runs:
-            await self.runs.withdraw(run, f"session {session_id} was deleted")
-        await self._clean_up(session_id)
-        if session_id in self.sessions.ended:
-            raise Refusal(429, f"requests of session {session_id} are being executed; ask again in a moment")
-        for sampler in self.ledger.samplers_of_session(session_id):
-            self.access.delete_sampler(sampler.sampler_id)
-        self.ledger.delete_session(session_id)
-        await self.disk.synced()  # else a power cut could bring back the session without its files
-        await asyncio.to_thread(shutil.rmtree, self.home.root / "runs" / session_id, True)
-        await self.files.remove(f"runs/{session_id}")
-        self.activity.audit(caller, "sessions.delete", details={"session_id": session_id})
-
     async def retrieve_future(self, request: polls.FutureRetrieveRequest, caller: Caller) -> Any:
         """A long poll. A request id that is not in memory is looked for on disk: its run may be evicted."""
         request_id = request.request_id
@@ -411,42 +390,3 @@ class Service:
     def expire_results(self, now: float) -> None:
         self.drop_results(self.futures.expired(now, self.config.keep_results, self.config.keep_delivered))
         self.completions.expire(now, self.config.keep_results)
-
-    async def _keep_up(self) -> None:
-        for round in itertools.count(1):
-            await asyncio.sleep(TICK)
-            try:
-                await self.tick(thorough=round % THOROUGH == 0)
-            except Exception:
-                log.exception("upkeep failed; trying again")
-
-    async def tick(self, *, thorough: bool = True) -> None:
-        """One round: drop what expired, evict what lapsed, delete the files of sessions that ended."""
-        self.activity.check_clocks()
-        self.flush()
-        self.expire_results(time.monotonic())
-        await self.checkpoints.expire()
-        await self.runs.evict_idle(self.sessions.lapsed())
-        if thorough:
-            self.archives.sweep()
-            await asyncio.to_thread(self.files.sweep_archives)
-            self.home.keep_spare()
-            self.billing.count_storage(bill=self.peers is None or self.peers.leads)
-            if self.peers is not None and self.peers.leads:
-                await asyncio.to_thread(self.peers.database.trim)
-            self.sessions.expire()
-            for session_id in list(self.activity.seen):
-                await self.samplers.clean(session_id, ended=False)
-        for session_id in list(self.sessions.ended):
-            await self._clean_up(session_id)
-
-    async def _clean_up(self, session_id: str) -> None:
-        """After a session: close its runs once they are idle, delete its unnamed samplers and its trace."""
-        open_runs = [row for row in self.ledger.runs_of_session(session_id) if row.state != "closed"]
-        closed = [row.run_id for row in open_runs if await self.runs.close(row)]
-        for run_id in closed:
-            self.metrics.forget(run_id)
-        if len(closed) == len(open_runs):
-            await self.samplers.clean(session_id, ended=True)
-            self.traces.forget(session_id)
-            self.sessions.ended.discard(session_id)

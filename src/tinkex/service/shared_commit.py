@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tinkex.service.commit_log import GONE, CommitLog, Piece, SealedError
 from tinkex.service.group_commit import GroupCommit
-from tinkex.service.ledger import LedgerError
+from tinkex.service.ledger_file import LedgerError
 from tinkex.service.ledger_postgres import PATIENCE, SharedDatabase, Statement, fenced
 from tinkex.store import StoreError
 
