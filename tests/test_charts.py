@@ -107,6 +107,7 @@ def test_the_line_of_a_png_goes_where_its_values_are(tmp_path: Path) -> None:
     assert not blue[:, across(2) + 8 : across(4) - 8].any()  # the gap
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "series", [{}, {"loss": []}, {"loss": [1.0]}, {"loss": [math.inf, 1.0], "rate": [NAN]}]
 )

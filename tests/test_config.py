@@ -53,6 +53,7 @@ hosts = st.from_regex(r"[a-zA-Z]([a-zA-Z0-9-]{0,10}[a-zA-Z0-9])?(\.[a-zA-Z]{1,8}
 paths = st.from_regex(r"(/[A-Za-z0-9_-]{1,8}){0,3}", fullmatch=True)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["http", "https"]), hosts, st.none() | st.integers(1, 65535), paths, st.data())
 def test_every_spelling_is_normalised_alike(
     scheme: str, host: str, port: int | None, path: str, data: st.DataObject

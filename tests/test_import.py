@@ -93,6 +93,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert loaded == "[]"
 
 
+@pytest.mark.slow
 def test_using_a_client_loads_neither_torch_nor_transformers() -> None:
     loaded = in_fresh_interpreter(
         "import sys, tinkex\n"
@@ -274,6 +275,7 @@ def test_the_retry_config_has_the_official_fields() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_nothing_that_windows_lacks_is_imported_with_a_module() -> None:
     """`import tinkex.models` must not fail there; what locks a file imports `fcntl` when it does."""
     found = [

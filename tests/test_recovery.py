@@ -182,6 +182,7 @@ def fail_as_server(stub: Stub) -> Any:
     return lambda run: stub.script("forward_backward", fail("the device fell over", "server"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
     [

@@ -116,6 +116,7 @@ TERMS: dict[str, tuple[reg.Term, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TERMS)
 @pytest.mark.parametrize("width", [0, 3])
 @settings(max_examples=15, deadline=None)

@@ -82,6 +82,7 @@ def within(spans: list[Any], root: Any) -> list[Any]:
     return [span for span in spans if span.context.trace_id == root.get_span_context().trace_id]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["forward_backward", "optim_step", "sample", "stream_sample"])
 def test_one_trace_from_the_users_span_to_the_engine(
     service: ServiceClient, spans: Callable[[], list[Any]], op: str
@@ -193,6 +194,7 @@ print([m for m in sys.modules if m.startswith("opentelemetry")])
 """
 
 
+@pytest.mark.slow
 def test_who_does_not_trace_does_not_even_import_it() -> None:
     """No import cost, whether or not it is installed."""
     done = subprocess.run([sys.executable, "-c", CLIENT], capture_output=True, text=True, timeout=60)

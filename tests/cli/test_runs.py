@@ -177,6 +177,7 @@ def test_a_server_without_histories_is_said_to_be_one(place: Place) -> None:
     assert place.says("run", "list", "-c", "id,loss").splitlines()[-1].split() == [place.run, "-"]
 
 
+@pytest.mark.slow
 def test_plots(place: Place, tmp_path: Path) -> None:
     assert "loss\n" in place.says("run", "plot", place.run)
     picture, report = tmp_path / "run.png", tmp_path / "run.html"
@@ -204,5 +205,6 @@ def test_without_an_id_the_newest_run_with_a_step_is_plotted(
         assert place.json("run", "plot")["training_run_id"] == place.run
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_written_is_one_line(place: Place) -> None:
     assert "No such file" in place.fails("run", "plot", place.run, "--png", "/no/such/place.png")

@@ -97,6 +97,7 @@ def test_a_result_is_fetched_once(stub: Stub, service: ServiceClient, batch: boo
         ]
 
 
+@pytest.mark.slow
 def test_a_result_lives_as_long_as_its_future(stub: Stub, service: ServiceClient) -> None:
     """Instead of a cache by request id: nothing else keeps a result, and no call takes such an id."""
     run = service.create_lora_training_client("stub/base", timeout=20)
@@ -469,6 +470,7 @@ run.save_state("end").result()
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_reads_no_step_hears_of_those_that_failed(stub: Stub) -> None:
     stub.script("optim_step", status(400), status(400))
     done = subprocess.run(

@@ -64,6 +64,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("kind", ENDLESS)

@@ -19,6 +19,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FRAMED)
 async def test_an_answer_cut_at_any_byte_is_the_same_answer(kind: str) -> None:
     raw, body = FRAMED[kind]

@@ -95,6 +95,7 @@ def test_a_resized_gate_admits_those_who_waited() -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_waking_one_of_many_waiters_does_not_touch_the_others() -> None:
     """A release costs the same whether ten or ten thousand wait."""
 
@@ -148,6 +149,7 @@ def test_one_limit_for_one_server_and_credential() -> None:
     assert old() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_key", [True, False])
 def test_a_429_pauses_every_sampler_with_the_same_credential_and_no_other(stub: Stub, same_key: bool) -> None:
     """Across ServiceClients, and however the URL is spelled."""
@@ -192,6 +194,7 @@ def test_many_limited_samples_go_on_when_the_server_does(stub: Stub, sampler: An
 LONG = ModelInput.from_ints(range(1000))  # about 7 kB of JSON
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "at_once"), [(1_000_000, 5), (15_000, 2), (1, 1)])
 def test_prompts_on_their_way_are_limited_by_their_bytes(
     stub: Stub, service: ServiceClient, limit: int, at_once: int
@@ -208,6 +211,7 @@ def test_prompts_on_their_way_are_limited_by_their_bytes(
         future.result(20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "at_once"), [(1_000_000, 4), (9_000, 2), (1, 1)])
 def test_passes_on_their_way_are_limited_by_their_bytes(
     stub: Stub, service: ServiceClient, limit: int, at_once: int
@@ -222,6 +226,7 @@ def test_passes_on_their_way_are_limited_by_their_bytes(
     assert len(future.result(20).loss_fn_outputs) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "at_once"), [(1_000_000, 5), (1, 1)])
 @pytest.mark.parametrize("batch", [False, True])
 def test_results_on_their_way_are_limited_by_their_bytes(

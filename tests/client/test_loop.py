@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.stub import Stub
+
+pytestmark = pytest.mark.slow
 
 EXITS_SLOWLY = """
 import asyncio, ctypes, sys, threading

@@ -183,6 +183,7 @@ def test_no_name_and_no_count_breaks_a_finished_pass(stub: Stub, run: Any, name:
     assert run.forward_backward([datum()], "cross_entropy").result(20).metrics == metrics
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.dictionaries(st.text(max_size=8), st.floats()), st.integers(0, 3)), max_size=4))
 def test_reduction_never_raises_and_keeps_every_key(chunks: list[tuple[dict[str, float], int]]) -> None:
     assert set(reduce_metrics(chunks)) >= {key for metrics, _ in chunks for key in metrics}

@@ -67,6 +67,7 @@ def tenants(stub: Stub) -> Iterator[tuple[Caller, Caller]]:
         close(tenant.service)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", quick({"create_model", "forward_backward", "retrieve_futures"}, KINDS))
 def test_the_wait_is_kept_and_is_nobody_elses(stub: Stub, tenants: tuple[Caller, Caller], kind: str) -> None:
     limited, other = tenants

@@ -46,6 +46,7 @@ async def collect(listing: Listing[Page, str]) -> list[str]:
     return [item async for item in listing]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.integers(0, 30), st.integers(1, 10), st.booleans())
 def test_every_item_comes_once_and_in_order(count: int, size: int, says_total: bool):

@@ -99,6 +99,7 @@ def test_a_server_that_comes_back_is_not_noticed(stub: Stub, run: Any, sampler: 
         future.result(10)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_lost_for_good_is_given_up(stub: Stub) -> None:
     service = ServiceClient(base_url=stub.url, timeouts=Timeouts(lost=0.5, close=0.5))
     fast_retries(service)

@@ -224,6 +224,7 @@ def test_a_checkpoint_is_looked_after(run: TrainingClient, client: ServiceClient
     assert losses(run, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["publish", "ttl", "archive", "external_weights_urls", "checkpoints", "weights", "a+b =@,c", "é"]
 )

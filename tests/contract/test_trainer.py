@@ -491,6 +491,7 @@ def test_a_dropped_run_is_gone_and_its_name_free(engine: Engine):
     do(engine, DropAdapter(run))
 
 
+@pytest.mark.slow
 def test_any_thread_may_call(engine: Engine):
     ids = tokens(engine, 0, 12)
 
@@ -582,6 +583,7 @@ def test_the_heartbeat_follows_the_commands(engine: Engine):
 # -- the end -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_lost_engine_fails_what_is_pending_and_what_comes_after(config: EngineConfig):
     engine = build_engine(replace(config, max_pass_tokens=12))
     run = new_run(engine)

@@ -10,6 +10,8 @@ from gguf.quants import dequantize, quantize
 
 from tinkex.engine.torch.k_quants import QUANTISERS
 
+pytestmark = pytest.mark.slow
+
 
 def rows(kind: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)

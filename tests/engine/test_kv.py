@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 # -- bookkeeping -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.sampled_from(["take", "share", "release", "find", "remember"]), st.integers(0, 9)))
 )
@@ -104,6 +105,7 @@ def test_a_digest_stands_for_the_adapter_and_all_tokens_so_far():
     assert chain(b"base", changed, [])[2] != links[2]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 600), st.sampled_from([1, 1, 1, 7])), min_size=1, max_size=40))
 def test_groups_cover_every_piece_once_with_bounded_padding(shapes: list[tuple[int, int]]):
     pieces = [TokenSpan([], start, new) for start, new in shapes]

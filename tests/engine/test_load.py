@@ -17,6 +17,8 @@ from tinkex.engine.torch.backend import Backend, choose_backend
 from tinkex.engine.torch.load import load_decoder, read_config
 from tinkex.errors import InvalidInputError
 
+pytestmark = pytest.mark.slow
+
 
 def edit_json(file: Path, **changes: Any) -> None:
     """Set fields of a JSON file; None removes one."""

@@ -12,6 +12,8 @@ import torch
 from tinkex.engine.torch import loss_graph_costs as costs
 from tinkex.engine.torch import loss_graph_ops as ops
 
+pytestmark = pytest.mark.slow
+
 N = 1 << 18
 
 

@@ -303,6 +303,7 @@ def test_many_large_results_and_large_products_are_refused() -> None:
     assert "too costly" in refused(build(square, *products), (1,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "node",
     [

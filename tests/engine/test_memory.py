@@ -17,6 +17,8 @@ from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.types.params import LoraConfig
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

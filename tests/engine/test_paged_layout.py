@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkex.engine.cuda.attention_hooks import layout_of
 from tinkex.engine.torch.kv import PAGE, TokenSpan
+
+pytestmark = pytest.mark.slow
 
 SHAPES = st.lists(
     st.tuples(st.integers(0, 70), st.integers(1, 50), st.integers(0, 2)), min_size=1, max_size=12

@@ -12,6 +12,8 @@ from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.families import model_config
 from tinkex.types.params import LoraConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_per_rank_are_as_hosted(name: str) -> None:

@@ -39,6 +39,8 @@ from tinkex.errors import InvalidInputError
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.params import LoraConfig, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 
 

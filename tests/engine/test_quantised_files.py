@@ -20,6 +20,8 @@ from tinkex.engine.torch.quantised import quantise
 from tinkex.engine.torch.quantised_files import QuantisedFiles
 from tinkex.errors import InvalidInputError
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = (
     "01369ce01369ce0136ace0136ade0147ade0247ade0247bdf1247bdf1258bdf1258bef1258cef1359cef1369"
     "ce01369ce01369ce0136ade0147ade0247ade0247bdf0247bdf1248bdf1258bef1258cef1259cef1359ce013"

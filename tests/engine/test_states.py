@@ -24,6 +24,8 @@ from tinkex.engine.torch.sequences import Landed, RunningSequence
 from tinkex.engine.torch.states import StateGroup, StatePool, slot_bytes, snapshot_after
 from tinkex.types.params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {0: ((1,), (2, 3)), 2: ((4,),)}
 CPU = torch.device("cpu")
 

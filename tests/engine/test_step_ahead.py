@@ -24,6 +24,8 @@ from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequenc
 from tinkex.types.outputs import SampleResponse
 from tinkex.types.params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

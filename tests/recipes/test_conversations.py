@@ -123,6 +123,7 @@ def write(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "json", "parquet", "csv", "tsv"])
 def test_every_kind_of_file_is_read(suffix: str, tmp_path: Path) -> None:
     read = load(write(tmp_path / f"data.{suffix}"), conversation)

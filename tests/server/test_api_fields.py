@@ -13,6 +13,8 @@ from tinkex.server.anthropic import messages_api
 from tinkex.server.openai import responses_api
 from tinkex.server.openai.requests import ChatRequest, CompletionRequest, read_request
 
+pytestmark = pytest.mark.slow
+
 BEARER = {"authorization": "Bearer EMPTY"}
 Read = Callable[[dict[str, Any]], Any]
 

@@ -265,6 +265,7 @@ def test_bodies_that_cannot_be_unpacked(server: Running, encoding: str, body: by
     assert answer.status == 422
 
 
+@pytest.mark.slow
 def test_bombs_are_refused(start: Callable[..., Running]) -> None:
     server = start(max_body=1_000_000)
     zeros = bytes(50_000_000)
@@ -344,6 +345,7 @@ def test_health_is_ok_only_while_the_engine_can_work(start: Callable[..., Runnin
 # -- starting and stopping -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_polls_are_answered_when_the_server_stops_and_the_successor_knows_the_request(
     start: Callable[..., Running],
 ) -> None:

@@ -113,6 +113,7 @@ def read(template: str, pieces: list[str], **more: Any) -> tuple[str, str, list[
     return joined(parts + parser.finish())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPLIES)
 @given(data=st.data())
 def test_replies_are_read_in_pieces_of_any_size(name: str, data: st.DataObject) -> None:

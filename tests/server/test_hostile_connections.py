@@ -16,6 +16,8 @@ from tinkex.server import serve, uvicorn_protocol
 from tinkex.server.bodies import zstd
 from tinkex.types.data import Datum, ModelInput
 
+pytestmark = pytest.mark.slow
+
 ZSTD = {"content-encoding": "zstd"}
 
 

@@ -249,6 +249,7 @@ def test_a_prompt_that_fails_ends_those_beside_it(endless: Running) -> None:
     must_stop(endless)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"n": 3, "prompt": ["a", "b"]}, {"logprobs": 1}])
 def test_a_client_that_leaves_a_stream_stops_the_work_and_is_no_error(
     endless: Running, more: dict[str, Any], caplog: pytest.LogCaptureFixture

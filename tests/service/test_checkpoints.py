@@ -56,6 +56,7 @@ def _size(url: str) -> int:
     return Path(unquote(urlparse(url).path)).stat().st_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["..", ".", "", "a/b", "../x", "/etc", "a\\b", "nul\0", "x" * 300, " a", "a.", "a:b", ".hidden", "a\n"],

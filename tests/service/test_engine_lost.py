@@ -19,7 +19,7 @@ from tinkex.service.served_models import MAX_LOSSES
 from tinkex.types.config import EmptyRequest
 from tinkex.wire import ops
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 class Mortal(FakeEngine):

@@ -269,6 +269,7 @@ def _filled(directory: Path) -> Restored:
     return restore(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["requests", "results"])
 def test_a_last_record_cut_off_anywhere_is_as_if_it_never_was(tmp_path, name):
     whole = _filled(tmp_path / "whole")
@@ -293,6 +294,7 @@ def test_a_last_record_cut_off_anywhere_is_as_if_it_never_was(tmp_path, name):
         journal.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["requests", "results"])
 def test_any_byte_that_changed_is_noticed_and_named(tmp_path, name):
     _filled(tmp_path)

@@ -17,7 +17,7 @@ from tinkex.service.refusal import Refusal
 from tinkex.types import training
 from tinkex.wire import ops
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 OTHER = {MODEL: "other"}
 

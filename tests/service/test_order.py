@@ -26,6 +26,7 @@ from tinkex.wire import ops
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.slow
 async def test_chunks_that_come_backwards_are_executed_forwards(user: User):
     run = await user.run()
     promises = {}

@@ -76,6 +76,7 @@ def big(number: int) -> list[Datum]:
     return [datum(1000 * number + n, 60) for n in range(1000)]
 
 
+@pytest.mark.slow
 async def test_passes_that_do_not_fit_fail_with_their_step_and_cost_nothing_else(home: Path):
     async with serving(home) as service:
         user = User(service)

@@ -95,6 +95,7 @@ def a_bit_of_a_row(home: Path) -> None:
 DAMAGES = [missing, emptied, zeroed, first_page_alone, a_page_cut_off, overwritten, a_bit_of_a_row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_ledger_is_refused_in_a_sentence_and_repaired(
     home: tuple[Path, Facts], damage: Callable[[Path], None]

@@ -92,6 +92,7 @@ async def test_another_process_deletes_no_run_that_is_in_use(home: Path):
         assert await User(service).loss(run, 1) > 0
 
 
+@pytest.mark.slow
 async def test_totals_of_a_run_are_those_of_its_requests_and_survive_a_restart(home: Path):
     async with serving(home) as service:
         user = User(service)

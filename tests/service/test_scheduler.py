@@ -48,6 +48,7 @@ runs = st.sampled_from(["a0", "a1", "b0", "c0"])  # the first letter is the owne
 arrivals = st.lists(st.tuples(runs, st.integers(1, 12), st.booleans(), st.integers(1, 150)), max_size=60)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(arrivals, st.lists(st.integers(0, 3), max_size=60))
 def test_every_run_is_executed_in_order_and_only_once(arriving, pauses):

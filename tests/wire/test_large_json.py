@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from tinkex.errors import InvalidInputError
 from tinkex.wire import codec, large_json, ops
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 TEXT = st.text(st.sampled_from('a"\\[]{},: 1\n'), max_size=8)
 NUMBER = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
