@@ -17,7 +17,7 @@ from tests.service.harness import MODEL, User, datum, serving, until
 from tinkex.engine.cluster.cluster_engine import ClusterEngine
 from tinkex.engine.protocol import EngineConfig, Placement, build_engine
 from tinkex.service.refusal import Caller
-from tinkex.service.samplers import SampleEvents
+from tinkex.service.sample_events import SampleEvents
 from tinkex.service.service import Service
 from tinkex.types.config import EmptyRequest
 from tinkex.types.data import ModelInput

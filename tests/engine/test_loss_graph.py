@@ -16,13 +16,12 @@ import torch.nn.functional as F
 
 from tinkex.engine.protocol import CustomLoss, EngineError
 from tinkex.engine.torch.loss_graph import (
-    MAX_NODES,
     PASS_COST,
     LossClock,
     LossGraph,
     LossInputs,
-    read_loss_graph,
 )
+from tinkex.engine.torch.loss_graph_reader import MAX_NODES, read_loss_graph
 from tinkex.types.tensor import TensorData
 
 Result = tuple[torch.Tensor, dict[str, Any]]

@@ -32,7 +32,8 @@ from tinkex.engine.protocol import (
 from tinkex.engine.torch import loss_graph
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.loss_graph import LossClock, read_loss_graph
+from tinkex.engine.torch.loss_graph import LossClock
+from tinkex.engine.torch.loss_graph_reader import read_loss_graph
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput

@@ -24,7 +24,7 @@ from tinkex.engine.protocol import (
 from tinkex.service import samplers
 from tinkex.service.config import ServiceConfig
 from tinkex.service.fair_semaphore import FairSemaphore
-from tinkex.service.samplers import SampleEvents
+from tinkex.service.sample_events import SampleEvents
 from tinkex.service.scheduler import QueuedRequest, Scheduler
 from tinkex.types.data import ModelInput
 from tinkex.types.outputs import NewTokens, SampleResponse

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tinkex.errors import InvalidInputError, RequestErrorCategory
 from tinkex.types.futures import PendingFuture, RequestFailedResponse
 from tinkex.types.outputs import NewTokens, SampledSequence, SampleResponse
-from tinkex.wire.codec import read_event, write_event
+from tinkex.wire.event_codec import read_event, write_event
 
 
 def there_and_back(event: Any) -> Any:

@@ -36,7 +36,7 @@ from tinkex.types.futures import RequestFailedResponse
 from tinkex.types.sampling import SampleEvent
 from tinkex.types.training import ForwardBackwardRequest
 from tinkex.wire import codec, ops
-from tinkex.wire.codec import read_event
+from tinkex.wire.event_codec import read_event
 from tinkex.wire.ops import Pool
 
 # Above these sizes a body takes more than about a millisecond, and leaves the event loop.

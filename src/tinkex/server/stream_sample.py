@@ -1,4 +1,4 @@
-"""POST /api/v1/stream_sample: a sample's tokens while they are drawn, as events of wire/codec.py.
+"""POST /api/v1/stream_sample: a sample's tokens while they are drawn, as events of wire/event_codec.py.
 
 An invalid request is an HTTP error, not an event. The response begins as soon as the request is accepted,
 and a comment fills every long silence. A client that disconnects cancels the sample.
@@ -19,9 +19,9 @@ from starlette.types import Receive, Scope, Send
 from tinkex.server.bodies import IncomingRequest
 from tinkex.server.gateway import Endpoint, Gateway
 from tinkex.service.peers import Elsewhere
-from tinkex.service.samplers import SampleEvents
+from tinkex.service.sample_events import SampleEvents
 from tinkex.wire import ops
-from tinkex.wire.codec import write_event
+from tinkex.wire.event_codec import write_event
 
 PING_SECONDS = 15.0  # of silence, after which a comment keeps proxies from closing the connection
 SSE_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}

@@ -33,7 +33,7 @@ from tinkex.service.sample_requests import check_sample, fingerprint, sample_par
 from tinkex.service.saved_files import SavedFiles
 from tinkex.service.served_models import ServedModel, ServedModels
 from tinkex.types import sampling as types
-from tinkex.types.futures import PendingFuture, RequestFailedResponse, UntypedAPIFuture
+from tinkex.types.futures import RequestFailedResponse, UntypedAPIFuture
 from tinkex.types.outputs import MAX_SAMPLE_BYTES, NewTokens, SampleResponse
 
 CLONE_STRIDE = 1_000_000_000
@@ -146,7 +146,7 @@ class Samplers:
     async def sample(self, request: types.SampleRequest, caller: Caller) -> UntypedAPIFuture:
         """Accept a sample; it runs as a task of its own."""
         request_id = self.start(request, caller).request_id
-        return UntypedAPIFuture(request_id, None, _sequence_ids(request_id, request.num_samples))
+        return UntypedAPIFuture(request_id, None, sequence_ids(request_id, request.num_samples))
 
     def start(self, request: types.SampleRequest, caller: Caller, pieces: Pieces | None = None) -> Future:
         """Accept a sample; with `pieces`, its tokens are put there as they are drawn."""
@@ -352,53 +352,7 @@ class Samplers:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class SampleEvents:
-    """An async iterator over a sample as it is drawn: tokens, why it waits, and its response or failure last.
-
-    Closing it early stops the work and frees what it used.
-    """
-
-    def __init__(self, samplers: Samplers, request: types.SampleRequest, caller: Caller) -> None:
-        self._samplers = samplers
-        self._events: Pieces = asyncio.Queue()
-        with tracing.span("service stream_sample", within=True):
-            self._future = samplers.start(request, caller, self._events)
-        self._ending = asyncio.get_running_loop().create_task(self._wait_for_the_end())
-        self._over = False
-
-    async def _wait_for_the_end(self) -> None:
-        future, state = self._future, ACTIVE
-        while not await future.wait(self._samplers.config.long_poll):
-            if future.queue_state[0] != state[0]:
-                state = future.queue_state
-                self._events.put_nowait(PendingFuture(future.request_id, *state))
-        outcome = future.outcome
-        if isinstance(outcome, SampleResponse):
-            ids = _sequence_ids(future.request_id, len(outcome.sequences))
-            named = [replace(one, sequence_id=id) for one, id in zip(outcome.sequences, ids, strict=True)]
-            outcome = replace(outcome, sequences=named)
-        self._events.put_nowait(outcome)
-
-    def __aiter__(self) -> SampleEvents:
-        return self
-
-    async def __anext__(self) -> types.SampleEvent:
-        if self._over:
-            raise StopAsyncIteration
-        event = await self._events.get()
-        if not isinstance(event, NewTokens | PendingFuture):
-            await self.aclose()
-        return event
-
-    async def aclose(self) -> None:
-        """Stop the work, if it is not done; nothing more comes."""
-        if not self._over:
-            self._over = True
-            self._ending.cancel()
-            self._samplers.discard(self._future)
-
-
-def _sequence_ids(request_id: str, count: int) -> list[str]:
+def sequence_ids(request_id: str, count: int) -> list[str]:
     return [f"{request_id}.{n}" for n in range(count)]
 
 

@@ -50,7 +50,8 @@ from tinkex.service.runs.manager import RunManager
 from tinkex.service.runs.saving import SAVES, Saves
 from tinkex.service.runs.snapshots import Snapshots
 from tinkex.service.runs.training_loop import TrainingObserver
-from tinkex.service.samplers import SampleEvents, SampleObserver, Samplers
+from tinkex.service.sample_events import SampleEvents
+from tinkex.service.samplers import SampleObserver, Samplers
 from tinkex.service.saved_files import SavedFiles
 from tinkex.service.served_models import ServedModels
 from tinkex.service.sessions import Sessions, SessionTraces

@@ -26,11 +26,9 @@ from pydantic import ValidationError
 
 from tinkex import types as t
 from tinkex.errors import InvalidInputError, RequestErrorCategory
-from tinkex.strict import at
 from tinkex.types.base import WIRE, AnyJson, WireModel, explain
 from tinkex.types.checkpoints import CopyWeightsRequest, UploadWeightsRequest
-from tinkex.types.data import as_tokens
-from tinkex.types.sampling import SampleEvent, SampleRequest
+from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import ForwardBackwardRequest
 from tinkex.wire import json_codec, large_json, ops, proto_codec
 from tinkex.wire.ops import Op
@@ -282,7 +280,7 @@ def decode_result(
 ) -> t.PendingFuture | t.MetadataOnly | t.RequestFailedResponse | Any:
     """Decode what a retrieval of `op`'s future returned: its result, its failure, or that it is pending."""
     if status == 408:
-        return _read_pending(body)
+        return read_pending(body)
     in_json, in_proto = _READERS.get(op.result, (None, None))
     if PROTO in headers.get("content-type", ""):
         if in_proto is None:
@@ -290,7 +288,7 @@ def decode_result(
         return _guarded(in_proto, body)
     fields = load_object(body)
     if fields.get("type") == "try_again":
-        return _read_pending(body)
+        return read_pending(body)
     if fields.get("status") == "complete_metadata":
         size = fields.get("response_payload_size")
         return t.MetadataOnly(size if isinstance(size, int) else 0)
@@ -336,7 +334,7 @@ def _read_model(kind: type[T], fields: dict[str, Any]) -> T:
         raise InvalidInputError(explain(error, kind.__name__)) from None
 
 
-def _read_pending(body: bytes | str) -> t.PendingFuture:
+def read_pending(body: bytes | str) -> t.PendingFuture:
     """A pending future. The body is optional."""
     try:
         fields = load_object(body)
@@ -397,56 +395,3 @@ def _message_of(parsed: AnyJson) -> str:
             place: AnyJson = parsed.get("loc")
             return f"{'.'.join(map(str, place))}: {words}" if isinstance(place, list) else words
     return ""
-
-
-# -- streamed samples --------------------------------------------------------------------------------------
-# Events of stream_sample, in JSON. Readers ignore those of unknown names, which newer servers may send.
-#
-#   tokens   {"sequence": 0, "tokens": [..], "logprobs": [..]}            as they are sampled
-#   queue    {"queue_state": "paused_capacity", "queue_state_reason": …}  when the state changes
-#   done     the whole response, as retrieve_future returns it in JSON, with `sample_sequence_ids`
-#   error    {"error": "…", "category": "user"}                           instead of done
-
-
-def write_event(event: SampleEvent) -> tuple[str, Any]:
-    """Return an event's name and its fields."""
-    if isinstance(event, t.NewTokens):
-        fields = {"sequence": event.sequence, "tokens": event.tokens_np, "logprobs": event.logprobs_np}
-        return "tokens", fields
-    if isinstance(event, t.PendingFuture):
-        return "queue", {"queue_state": event.queue_state, "queue_state_reason": event.queue_state_reason}
-    if isinstance(event, t.SampleResponse):
-        ids = [sequence.sequence_id for sequence in event.sequences]
-        return "done", {**json_codec.write_samples(event), "sample_sequence_ids": ids}
-    return "error", event.to_wire()
-
-
-def read_event(name: str, data: str) -> SampleEvent | None:
-    """Decode what `write_event` wrote; None for an unknown name."""
-    if name == "tokens":
-        return _read_tokens(load_object(data))
-    if name == "queue":
-        load_object(data)
-        return replace(_read_pending(data), request_id="")
-    if name not in ("done", "error"):
-        return None
-    event: Any = decode_result(ops.SAMPLE, 200, {}, data.encode())
-    if (name == "error") is isinstance(event, t.SampleResponse):
-        raise InvalidInputError(f"an event named {name} with another content")
-    ids: AnyJson = load_object(data).get("sample_sequence_ids")
-    if isinstance(event, t.SampleResponse) and isinstance(ids, list) and len(ids) == len(event.sequences):
-        named = [replace(one, sequence_id=str(id)) for one, id in zip(event.sequences, ids, strict=True)]
-        return replace(event, sequences=named)
-    return event
-
-
-def _read_tokens(fields: dict[str, Any]) -> t.NewTokens:
-    sequence = fields.get("sequence")
-    tokens: AnyJson = fields.get("tokens")
-    logprobs: AnyJson = fields.get("logprobs")
-    if type(sequence) is not int or sequence < 0 or not isinstance(tokens, list):
-        raise InvalidInputError(f"tokens of sequence {sequence!r}: {tokens!r}")
-    if not isinstance(logprobs, list) or len(logprobs) != len(tokens):
-        raise InvalidInputError(f"{len(tokens)} tokens, with these logprobs: {logprobs!r}")
-    values = at("logprobs", np.array, [np.nan if n is None else n for n in logprobs], np.float32)
-    return t.NewTokens(sequence, as_tokens(tokens), values)

@@ -34,8 +34,8 @@ from tinkex.engine.torch.loss_graph import (
     LossClock,
     LossGraph,
     LossInputs,
-    read_loss_graph,
 )
+from tinkex.engine.torch.loss_graph_reader import read_loss_graph
 from tinkex.engine.torch.losses import LOSSES, Inputs, Loss, gradient, per_datum
 from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.decoder import Decoder

@@ -19,7 +19,7 @@ from tinkex.server.console.visitors import Visitor
 from tinkex.server.openai.drawing import tokenizer_of
 from tinkex.server.stream_sample import server_sent
 from tinkex.service.refusal import Refusal
-from tinkex.service.samplers import SampleEvents
+from tinkex.service.sample_events import SampleEvents
 from tinkex.service.service import Service
 from tinkex.tokenizers import render_chat
 from tinkex.types.base import explain

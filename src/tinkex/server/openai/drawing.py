@@ -27,7 +27,7 @@ from tinkex.server.openai.requests import AnyRequest, Prepared
 from tinkex.server.stream_sample import EventStream
 from tinkex.service.adapter_cache import adapter_name
 from tinkex.service.refusal import Caller, Refusal
-from tinkex.service.samplers import SampleEvents
+from tinkex.service.sample_events import SampleEvents
 from tinkex.service.served_models import ServedModel
 from tinkex.service.service import Service
 from tinkex.tokenizers import load_tokenizer
