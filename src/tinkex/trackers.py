@@ -67,7 +67,7 @@ class ExperimentTracker:
 
 
 class Tolerant:
-    """A tracker whose failures are told, and cost nothing else."""
+    """A tracker whose failures are reported and otherwise ignored."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker

@@ -1,4 +1,4 @@
-"""Redaction: no credential that a request carried is in what its reply becomes.
+"""Redaction: what a reply becomes never contains a credential of its request.
 
 A server, or a proxy before it, may echo headers. Their values are replaced wherever its words can reach an
 exception, a log or a value that is shown or pickled. Knows only headers: what no request carried stays.

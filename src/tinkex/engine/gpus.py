@@ -13,7 +13,7 @@ _FIELDS = "name,memory.used,memory.total,utilization.gpu,power.draw,temperature.
 
 
 class GpuReading(NamedTuple):
-    """One GPU; None: it does not say."""
+    """One GPU; a field is None if nvidia-smi does not report it."""
 
     name: str
     used_mib: float | None

@@ -1,4 +1,4 @@
-"""Parsed JSON of unknown shape, as what it should be. What is not offered is refused by its name."""
+"""Reads fields of parsed JSON as the types that they should have; refuses unsupported ones by name."""
 
 from __future__ import annotations
 

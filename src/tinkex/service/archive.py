@@ -83,8 +83,8 @@ def _content(file: BinaryIO, size: int) -> Iterator[bytes]:
 class Archives:
     """Archives for programs of this machine, in `archives` of the home.
 
-    A process has its own, one of each directory however often it is asked for: what one process removes is
-    no other's. Whatever a killed one leaves is removed by the next, when no link to it can still work.
+    Each process keeps its own archives, at most one of each directory, and never removes another's. The next
+    process removes what a killed one left, once no link to it can work any more.
     """
 
     def __init__(self, home: Home) -> None:

@@ -25,7 +25,7 @@ GONE = -1  # as a piece's offset: the file was deleted
 
 
 class Piece(NamedTuple):
-    """What a file has from an offset on, where it ended before; `path` is relative to the home."""
+    """Bytes appended to a file, which ended at `offset` before; `path` is relative to the home."""
 
     path: str
     at: int

@@ -1,9 +1,9 @@
-"""Adapters that were trained elsewhere: their files uploaded piece by piece, then made a checkpoint.
+"""Imports adapters that were trained elsewhere: files are uploaded in pieces, and become a checkpoint.
 
 The engine of the base model reads the files, checks that they fit it, and writes the checkpoint, so it is
-like any other: it samples and trains on. Repeating any request is harmless. Only files of known names are
-taken, and only as tensors and JSON. What was uploaded and never imported is deleted after an hour, or at a
-restart.
+like any other: one can sample from it and train it further. Repeating any request is harmless. Only files of
+known names are accepted, and only tensors and JSON are read. An unused upload is deleted after an
+hour, or at a restart.
 """
 
 from __future__ import annotations

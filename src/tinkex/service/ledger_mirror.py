@@ -1,4 +1,4 @@
-"""A server's copy of a shared ledger, in SQLite: reads cost what they cost there, and never wait.
+"""A server's copy of a shared ledger, in SQLite: reads are local, and never wait.
 
 A session has one owner, and only its owner writes its rows. So a write is made here first and is sent to the
 shared database with the next group commit; nobody is told of it before it is there. What other servers write

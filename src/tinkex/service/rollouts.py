@@ -1,8 +1,8 @@
 """Keeps samples of runs, and what training made of them: an observer that no request waits for.
 
 A share of the prompts is kept (`rate`), in files of the run's directory, up to `budget` bytes of each run;
-the oldest are dropped then. A later pass is joined by its token ids: it tells advantages and the trainer's
-logprobs of the tokens that were sampled. One thread does all the work; what is too much for it is dropped.
+the oldest are dropped then. A later pass is matched by its token ids; it adds advantages and the trainer's
+logprobs to the samples that it trains on. One thread does all the work; what is too much for it is dropped.
 """
 
 from __future__ import annotations

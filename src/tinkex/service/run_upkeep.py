@@ -1,4 +1,4 @@
-"""Runs are renamed, tagged and deleted here. What a run is asked in its own order is accept.py's."""
+"""Renames, tags and deletes runs. Requests that a run executes in order are accepted in runs/accept.py."""
 
 from __future__ import annotations
 

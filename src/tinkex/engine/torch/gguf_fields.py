@@ -1,6 +1,6 @@
-"""Metadata of a GGUF file that one architecture of llama.cpp's has alone, from the fields of a `config.json`.
+"""GGUF metadata that only one architecture of llama.cpp has, from the fields of a `config.json`.
 
-A setting that llama.cpp does not know of the architecture is refused by name.
+A setting that llama.cpp does not support for the architecture is refused by name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a GGUF file says of a model, from its config.json.
+"""GGUF metadata that all architectures share, from a model's config.json; `gguf_fields` has the rest.
 
-What one architecture has alone is in `gguf_fields`. The other direction of `gguf_families`.
+The other direction of `gguf_families`.
 """
 
 from __future__ import annotations

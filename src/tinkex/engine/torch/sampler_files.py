@@ -1,4 +1,4 @@
-"""An adapter written for sampling alone, fast: a sampler that was announced must be found after a restart.
+"""Writes an adapter for sampling alone, quickly: a save resolves only when the files are on the disk.
 
     adapter_model-00001-of-00023.safetensors …   the weights in the dtype in which the sampler computes
     adapter_config.json, tinkex.json, SHA256SUMS  as `adapter_files` writes them

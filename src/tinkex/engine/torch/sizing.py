@@ -1,4 +1,4 @@
-"""How many bytes each use of a model takes, before it is loaded: what `tinkex plan` reckons with.
+"""How many bytes a model takes, by use, before it is loaded: for `tinkex plan`.
 
 Read from the model's configuration alone, on tensors without memory. Knows no GPUs and no prices.
 """

@@ -1,4 +1,4 @@
-"""What only keys with the right to administer see: keys, usage, the audit log, and disk space by run."""
+"""Pages for administrators' keys alone: keys, usage, the audit log, and disk space by run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVERYBODY = Scope(None)
 
 
 class AdminPages:
-    """Pages about everybody's, to be looked at."""
+    """Pages about all users, read-only."""
 
     def __init__(self, site: ConsoleSite, data: ConsoleData) -> None:
         self._site, self._data = site, data

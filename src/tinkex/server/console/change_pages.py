@@ -1,4 +1,4 @@
-"""What the forms of pages change: names, tags, runs. Each goes through the service's own operations."""
+"""Forms that rename, tag and delete runs, through the service's own operations."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class SavedNode(NamedTuple):
 
 
 class CheckpointPages:
-    """The page of checkpoints, to be looked at."""
+    """The page of checkpoints, read-only."""
 
     def __init__(self, site: ConsoleSite, data: ConsoleData) -> None:
         self._site, self._data = site, data

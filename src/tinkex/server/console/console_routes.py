@@ -1,4 +1,4 @@
-"""The console put together: of a server, with everything, or of a home directory, to be looked at alone."""
+"""The routes of the console: of a server, or read-only of a home directory."""
 
 from __future__ import annotations
 

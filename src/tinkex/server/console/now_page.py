@@ -1,4 +1,4 @@
-"""What goes on at this moment: sessions, the queue, who is executed, engines, GPUs, rates, latencies, errors.
+"""The page of current activity: sessions, the queue, what is executed, engines, GPUs, latencies, errors.
 
 A visitor sees their own sessions, runs and errors; of others only how many there are.
 """

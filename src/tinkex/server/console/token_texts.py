@@ -1,4 +1,4 @@
-"""Token ids as texts to be read: of a server's models, or as numbers where there is no tokenizer."""
+"""Shows token ids as text, by the tokenizers of a server's models; as numbers where there is none."""
 
 from __future__ import annotations
 

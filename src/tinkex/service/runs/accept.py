@@ -2,8 +2,8 @@
 
 A request is acknowledged only once the journal holds it, and executed only then: on the disk, where a power
 cut must be survived. One with wrong content is accepted and its future fails (a 4xx leaves official clients
-stuck); an unknown or foreign run is a 4xx, and so is any other refusal, which uses up its seq id, over a
-restart too. Knows nothing of HTTP.
+stuck). An unknown run, or another user's, is a 4xx. Any other refusal is a 4xx too, and uses up its seq id,
+also over a restart. Knows nothing of HTTP.
 """
 
 from __future__ import annotations

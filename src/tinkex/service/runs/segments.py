@@ -121,7 +121,7 @@ def _parse(file: BinaryIO, left: int) -> tuple[list[Any], int, int] | None:
 
 
 class DiskSyncs(Protocol):
-    """Who brings to the disk what was written (group_commit.py does)."""
+    """Syncs what was written to the disk; group_commit.py implements it."""
 
     def wrote(self, path: Path) -> None: ...
 

@@ -1,6 +1,7 @@
 """The files of snapshots: in a run's journal, and in the store too where several servers share it.
 
-A snapshot that counts is on the disk, or its objects and the word of where they are (`stored`) are durable.
+A committed snapshot is durable: on the disk, or as objects of the store with a record of where they are
+(`stored`).
 Knows nothing of when one is taken.
 """
 

@@ -1,4 +1,4 @@
-"""What every module of the decoder can say of its weights."""
+"""The base class of the decoder's modules: names, sizes and sites of their weights."""
 
 from __future__ import annotations
 
