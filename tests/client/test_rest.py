@@ -334,7 +334,8 @@ def test_a_trace_is_asked_for_until_it_is_ready(
     stub.script("*trace_export", pending, pending, answer({"status": "ready", "url": "https://elsewhere/t"}))
     assert rest.export_session_trace("s-1").result(10) == "https://elsewhere/t"
     assert stub.count("*trace_export") == 3
-    assert asyncio.run(rest.export_session_trace_async("s-1")) == "https://elsewhere/t"
+    stub.script("*trace_export", answer({"status": "ready", "url": "https://elsewhere/u"}))
+    assert asyncio.run(rest.export_session_trace_async("s-1")) == "https://elsewhere/u"
 
 
 def test_a_trace_that_fails_or_does_not_come_is_a_typed_error(
