@@ -74,7 +74,7 @@ class SingleWriteProtocol(HttpToolsProtocol):
         self._reading, self._part_began = "head", 0.0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Does what uvicorn's method does: it is called for every header, so a call of that would cost."""
+        """As uvicorn's method, which it does not call: it runs for every header, and a call costs."""
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True

@@ -77,5 +77,5 @@ class Capabilities:
         return reports.TelemetryResponse()
 
     async def no_keys(self, request: types.EmptyRequest, caller: Caller):
-        """The server answers what is about keys; a service in the caller's own process has none."""
+        """A server answers these itself; a service in the caller's own process has no keys."""
         raise Refusal(404, "this service has no keys, and issues no tokens")

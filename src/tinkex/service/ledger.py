@@ -342,7 +342,7 @@ class Ledger(LedgerFile):
 def salvage(damaged: Path, ledger: Ledger) -> Iterator[str]:
     """Copy what can still be read of a damaged file into a new ledger; yields what was done, line by line.
 
-    A session whose row is damaged is its runs' and samplers' owner's.
+    A session whose row is damaged gets the owner of its runs or samplers.
     """
     if not damaged.exists():
         return

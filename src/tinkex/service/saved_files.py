@@ -51,7 +51,7 @@ class SavedFiles:
     # -- directories -------------------------------------------------------------------------------------
 
     async def write(self, place: str, write: Callable[[Path], Awaitable[int]]) -> int:
-        """Let `write` make a directory, which is at `place` when this returns; returns what it does."""
+        """Have `write` make a directory, and keep that at `place`; returns what `write` returns."""
         if not self._remote:
             return await write(Path(self.location(place)))
         async with self._staged() as directory:

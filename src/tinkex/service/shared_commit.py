@@ -88,7 +88,7 @@ class SharedCommit(GroupCommit):
             self._batch += 1
 
     def _pieces(self, path: Path, begin: int | None = None) -> list[Piece]:
-        """What a file has that the log has not; of a directory that is gone, that its files are."""
+        """The bytes of a file that are not in the log yet; of a deleted directory, the end of its files."""
         if path.is_dir():
             return []
         sent = self._sent.get(path, 0) if begin is None else begin

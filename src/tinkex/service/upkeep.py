@@ -99,7 +99,7 @@ class Upkeep:
             self._sessions.ended.discard(session_id)
 
     async def delete_session(self, request: DeleteSessionRequest, caller: Caller) -> None:
-        """Delete a session with its runs, whose checkpoints must be deleted before; what they do ends."""
+        """Delete a session with its runs, and end what they execute. Checkpoints must be deleted before."""
         row = self._access.session(request.session_id, caller, to_use=True)
         session_id = row.session_id
         runs = self._ledger.runs_of_session(session_id)

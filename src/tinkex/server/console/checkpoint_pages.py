@@ -67,7 +67,7 @@ class CheckpointPages:
 
 
 def _lineage(rows: list[RunRow], found: list[CheckpointRow]) -> list[LineageNode]:
-    """The runs that were made from nothing of these, with everything that came of them."""
+    """The runs that began without a checkpoint of these, each with all that descends from it."""
     nodes = {row.run_id: LineageNode(row, []) for row in rows}
     children: defaultdict[str, list[LineageNode]] = defaultdict(list)
     paths = {one.tinker_path for one in found}

@@ -302,7 +302,7 @@ class ReplyParser:
         return False
 
     def _emit(self, markers: Sequence[str], spaces: bool = False) -> None:
-        """Say what is pending but for what may begin a marker, and spaces before one."""
+        """Emit the pending text, except for an end that may begin a marker, and spaces before one."""
         keep = len(self._pending) - held_back(self._pending, markers)
         if spaces:
             keep = len(self._pending[:keep].rstrip())

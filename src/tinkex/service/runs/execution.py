@@ -87,7 +87,7 @@ class Execution(QueuedRequest):
             self.run.journal.begin(self.request_id)
 
     def pause(self) -> None:
-        """A part of it was computed, and others have their turn: what happens now is not its fault."""
+        """A part of it was computed, and other passes run next: a crash now is not counted against it."""
         if self.suspect:
             with contextlib.suppress(JournalError):  # a full disk
                 self.run.journal.interrupt(self.request_id)

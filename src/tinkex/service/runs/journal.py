@@ -202,7 +202,7 @@ class Journal(_Contents):
             return part
 
     def commit_snapshot(self, path: Path, delivered: Iterable[str] = ()) -> None:
-        """From now on a restart begins here; what only led up to it is deleted.
+        """From now on a restart begins here; requests that it covers are deleted.
 
         So are the outcomes among `delivered` that it covers. What is in `path` must be on the disk by now.
         JournalError if a request that it covers has no outcome: that could never be delivered.
