@@ -9,7 +9,7 @@ from backports import zstd
 
 from tinkex import types as t
 from tinkex.errors import InvalidInputError
-from tinkex.wire import codec, ops
+from tinkex.wire import codec, ops, proto_codec
 from tinkex.wire import tinkex_pb2 as pb
 
 TEXT = t.ModelInput.from_ints([1, 2, 3])
@@ -73,6 +73,41 @@ def test_a_datum_of_any_size_is_what_the_generated_classes_read(length):
         assert read.loss_fn_inputs["target_tokens"].dense == tokens.tobytes()
         assert read.loss_fn_inputs["weights"].dense == ones.tobytes()
         assert read.loss_fn_inputs["flat"].dense == np.int64(1).tobytes()
+
+
+def _message(**given):
+    text = [pb.Chunk(encoded_text={"tokens": given.pop("tokens", b"\1\0\0\0")})]
+    return pb.Datum(model_input=text * given.pop("chunks", 1), loss_fn_inputs=given)
+
+
+def test_a_plain_datum_is_read_as_any_other():
+    """Most datums go another way, which must neither differ nor let pass what is refused."""
+    ints, floats = np.arange(6).tobytes(), np.linspace(-1, 1, 6, dtype=np.float32).tobytes()
+    dense = [
+        pb.Tensor(dtype=pb.DTYPE_INT64, dense=ints),
+        pb.Tensor(dtype=pb.DTYPE_INT64, dense=ints, shape=[6]),
+        pb.Tensor(dtype=pb.DTYPE_FLOAT32, dense=floats, shape=[2, 3]),
+    ]
+    for tensor in dense:
+        message = _message(target_tokens=tensor)
+        plain, general = proto_codec._read_plain(message), proto_codec._read_datum(message, "data[0]")
+        assert plain is not None
+        assert plain.model_input.to_ints() == general.model_input.to_ints() == [1]
+        one, other = (d.loss_fn_inputs["target_tokens"] for d in (plain, general))
+        assert (one.dtype, one.shape, one.dense_shape) == (other.dtype, other.shape, other.dense_shape)
+        assert one.tolist() == other.tolist()
+        assert not one.values_np.flags.writeable
+    wrong = [
+        _message(tokens=b"\1\0\0"), _message(tokens=b"\xff\xff\xff\xff"),
+        _message(x=pb.Tensor(dtype=pb.DTYPE_INT64, dense=b"123")), _message(x=pb.Tensor(dtype=99, dense=ints)),
+        _message(x=pb.Tensor(dtype=pb.DTYPE_INT64, dense=ints, shape=[5])),
+        _message(x=pb.Tensor(dtype=pb.DTYPE_INT64, dense=ints, shape=[-6, -1])),
+    ]  # fmt: skip
+    for message in wrong:
+        assert proto_codec._read_plain(message) is None
+        with pytest.raises(InvalidInputError, match=r"data\[0\]"):
+            proto_codec._read_datum(message, "data[0]")
+    assert proto_codec._read_plain(_message(chunks=2)) is None
 
 
 def test_zstd_is_one_frame_that_names_its_size():

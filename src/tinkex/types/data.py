@@ -99,6 +99,13 @@ class EncodedTextChunk:
             raise InvalidInputError(f"EncodedTextChunk.type must be 'encoded_text', got {type!r:.80}")
         self.tokens_np = as_tokens(tokens)
 
+    @classmethod
+    def of_bytes(cls, tokens: np.ndarray) -> EncodedTextChunk:
+        """Over immutable int32 that are token ids: without copies or checks."""
+        self = cls.__new__(cls)
+        self.tokens_np = tokens
+        return self
+
     @cached_property
     def tokens(self) -> list[int]:
         return self.tokens_np.tolist()

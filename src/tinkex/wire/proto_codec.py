@@ -26,6 +26,7 @@ MAX_DATUMS = 1 << 20  # in one output record, so that a forged count cannot allo
 FEW_BYTES = 4096  # a datum up to this size is joined at once: cheaper than sending it in pieces
 _I32, _I64, _F32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
+_WIRE_DTYPES = {pb.DTYPE_FLOAT32: _F32, pb.DTYPE_INT64: _I64}
 _ENDS: dict[int, t.StopReason] = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 
 
@@ -239,6 +240,31 @@ def _read_spans(spans: Any, where: str) -> t.ProvenanceSpans:
     return out
 
 
+def _read_plain(datum: Any) -> t.Datum | None:
+    """A datum of one text and dense tensors, as most are, in a third of the time.
+
+    None if it is another, or anything of it is wrong: `_read_datum` reads all, and names the field.
+    """
+    if datum.model_input_spans or datum.loss_fn_input_spans or len(datum.model_input) != 1:
+        return None
+    chunk = datum.model_input[0]
+    text = chunk.encoded_text.tokens if chunk.WhichOneof("chunk") == "encoded_text" else b""
+    if not text or len(text) % 4:
+        return None
+    tokens, inputs = np.frombuffer(text, _I32), dict[str, t.TensorData]()
+    if tokens[tokens.argmin()] < 0:
+        return None
+    for key, tensor in datum.loss_fn_inputs.items():
+        dtype, dense = _WIRE_DTYPES.get(tensor.dtype), tensor.dense
+        if dtype is None or not dense or len(dense) % dtype.itemsize:
+            return None
+        try:
+            inputs[key] = t.TensorData.of_bytes(np.frombuffer(dense, dtype), list(tensor.shape))
+        except InvalidInputError:
+            return None
+    return t.Datum(t.ModelInput([t.EncodedTextChunk.of_bytes(tokens)]), inputs)
+
+
 def _read_datum(datum: Any, where: str) -> t.Datum:
     check_count(f"{where}.model_input", len(datum.model_input), MAX_CHUNKS)
     chunks = [_read_chunk(c, f"{where}.model_input[{j}]") for j, c in enumerate(datum.model_input)]
@@ -264,7 +290,7 @@ def read_pass(body: bytes) -> t.ForwardBackwardRequest:
     if message.seq_id < 0:
         raise InvalidInputError(f"seq_id must not be negative, got {message.seq_id}")
     check_count("data", len(message.data), MAX_PASS_DATUMS)
-    data = [_read_datum(datum, f"data[{i}]") for i, datum in enumerate(message.data)]
+    data = [_read_plain(datum) or _read_datum(datum, f"data[{i}]") for i, datum in enumerate(message.data)]
     work = t.ForwardBackwardInput(data, message.loss_fn, config or None)
     return t.ForwardBackwardRequest(work, message.model_id, message.seq_id, message.forward_only)
 
