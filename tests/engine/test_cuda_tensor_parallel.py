@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.by_kernels import DEVICE, INTERPRETED, MARKS
-from tests.engine.thread_ranks import OneGpuShards, ThreadShards, ThreadTeam
+from tests.engine.thread_ranks import OneGpuShards, ThreadShards, threaded
 from tests.engine.tiny import tiny_model
 from tests.engine.uncaptured import without_device
 from tinkex.engine.cuda.cuda_backend import CudaBackend
@@ -40,9 +40,6 @@ from tinkex.engine.torch import engine as engine_module
 from tinkex.engine.torch.backend import Backend, choose_backend
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.tensor_parallel import sharding
-from tinkex.engine.torch.tensor_parallel.ranks import Ranks
-from tinkex.engine.torch.tensor_parallel.shards import Shards
-from tinkex.engine.torch.tensor_parallel.worker import load_follower
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams, LoraConfig, SamplingParams
@@ -107,15 +104,10 @@ def by_kernels(device: Any, dtype: torch.dtype, **_: Any) -> Backend:
 
 def over_ranks(config: EngineConfig) -> TorchEngine:
     """An engine of several ranks, all on one device."""
-    kind = ThreadShards if INTERPRETED else OneGpuShards
-
-    def build(shards: Shards) -> Callable[[Any], None]:
-        return load_follower(config, shards, DEVICE).execute
-
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:  # on a GPU it is what a rank chooses itself
             patch.setattr(sharding, "choose_backend", by_kernels)
-        return TorchEngine(config, ranks=Ranks(ThreadTeam(kind.group(config.tensor), build)))
+        return threaded(config, ThreadShards if INTERPRETED else OneGpuShards)
 
 
 def tokens(seed: int, count: int, vocab: int) -> np.ndarray:

@@ -16,8 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinkex.engine.protocol import EngineConfig
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.torch.tensor_parallel.ranks import Ranks
 from tinkex.engine.torch.tensor_parallel.shards import Reduction, Shards
 from tinkex.engine.torch.tensor_parallel.team import Team
+from tinkex.engine.torch.tensor_parallel.worker import load_follower
 
 
 class Meeting:
@@ -169,3 +173,13 @@ class ThreadTeam(Team):
             orders.put(None)
         for thread in self._threads:
             thread.join(10.0)
+
+
+def threaded(config: EngineConfig, kind: type[ThreadShards] = ThreadShards) -> TorchEngine:
+    """An engine whose ranks are threads of this process, all on one device."""
+    device = torch.device("cpu" if config.device == "cpu" else "cuda")
+
+    def build(shards: Shards) -> Callable[[Any], None]:
+        return load_follower(config, shards, device).execute
+
+    return TorchEngine(config, ranks=Ranks(ThreadTeam(kind.group(config.tensor), build)))
