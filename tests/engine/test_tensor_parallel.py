@@ -1,6 +1,6 @@
 """Tensor parallelism: ranks that are real processes over gloo, or threads, against one device.
 
-The oracle is the engine on one device, in fp32. `test_tensor_parallel_oracle` compares ranks with transformers.
+The oracle is the engine on one device, in fp32. `test_tensor_parallel_oracle` has transformers for one.
 """
 
 from __future__ import annotations
