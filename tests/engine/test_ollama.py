@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from tests.engine.llama_cpp import merging_tokenizer
 from tests.engine.tiny import tiny_model
@@ -39,8 +41,17 @@ COUNTING = "{% for m in messages %}{{ loop.index }}: {{ m.content }}\n{% endfor 
 GO = "import sys; from go_template import render_template; render_template(*sys.argv[1:])"
 
 
-def directory(tmp_path: Path, template: str) -> Path:
+def directory(tmp_path: Path, template: str, bos: str = "", *, added: bool = False) -> Path:
+    """A tokenizer with this template and first token, which it adds to every text, or does not."""
     place = merging_tokenizer(tmp_path)
+    if bos:
+        settings = json.loads((place / "tokenizer_config.json").read_text())
+        (place / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": bos}))
+    if added:
+        tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
+        first = (bos, tokenizer.token_to_id(bos))
+        tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[first])
+        tokenizer.save(str(place / "tokenizer.json"))
     (place / "chat_template.jinja").write_text(template)
     return place
 
@@ -54,11 +65,19 @@ def by_go(tmp_path: Path, template: str, messages: list[tuple[str, str]]) -> str
     return out.read_text()
 
 
-@pytest.mark.parametrize("template", [CHATML, HEADERS, TURNS], ids=["chatml", "headers", "turns"])
-def test_go_writes_what_jinja_writes(tmp_path: Path, template: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "bos", "added"),
+    [
+        (CHATML, "", False), (CHATML, "<|im_start|>", False), (HEADERS, "<|endoftext|>", True),
+        (TURNS, "<|endoftext|>", True),
+    ],
+    ids=["chatml", "smollm2", "headers", "turns"],
+)  # fmt: skip
+def test_go_writes_what_jinja_writes(tmp_path: Path, template: str, bos: str, added: bool) -> None:
+    """But for the first token, if the tokenizer adds it: then Ollama does so too."""
     from transformers import AutoTokenizer
 
-    place = directory(tmp_path, template)
+    place = directory(tmp_path, template, bos, added=added)
     tokenizer = AutoTokenizer.from_pretrained(place)
     format = chat_format(place)
     assert format is not None
@@ -68,7 +87,7 @@ def test_go_writes_what_jinja_writes(tmp_path: Path, template: str) -> None:
         expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if format.system and chat[0][0] != "system":
             chat = [("system", format.system), *chat]
-        assert by_go(tmp_path, format.go(), chat) == expected.removeprefix("<|endoftext|>")
+        assert by_go(tmp_path, format.go(), chat) == expected.removeprefix(bos if added else "")
     assert (format.system == "You are kind.") is (template is CHATML)
 
 

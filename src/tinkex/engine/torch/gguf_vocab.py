@@ -118,10 +118,14 @@ def _special(directory: Path, tokenizer: Tokenizer, settings: dict[str, Any]) ->
         found["eos_token_id"] = ends[0]
     if others := [end for end in ends if end != found.get("eos_token_id")]:
         found["eot_token_id"] = others[0]
-    first = tokenizer.encode("a").ids[:1]
-    found["add_bos_token"] = bool(first) and first[0] == found.get("bos_token_id")
+    found["add_bos_token"] = adds_first(tokenizer, found.get("bos_token_id"))
     found["add_eos_token"] = False
     return found
+
+
+def adds_first(tokenizer: Tokenizer, bos: int | None) -> bool:
+    """Does the tokenizer begin every text with this token? llama.cpp and Ollama then do so too."""
+    return bos is not None and tokenizer.encode("a").ids[:1] == [bos]
 
 
 def _ends(directory: Path) -> list[int]:

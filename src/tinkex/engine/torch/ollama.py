@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tinkex.engine.torch.gguf_vocab import _ends, _json, chat_template
+from tokenizers import Tokenizer
+
+from tinkex.engine.torch.gguf_vocab import _ends, _json, adds_first, chat_template
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Message], bool], str]
@@ -74,14 +76,15 @@ def chat_format(base_dir: Path) -> MessageFormat | None:
         return None
     settings = _json(base_dir / "tokenizer_config.json")
     try:
-        found = _derive(_renderer(template, settings))
+        tokenizer = Tokenizer.from_file(str(base_dir / "tokenizer.json"))
+        found = _derive(_renderer(template, settings, tokenizer))
     except Exception:  # a template may do, and raise, anything
         return None
     return found
 
 
-def _renderer(template: str, settings: dict[str, Any]) -> Render:
-    """The Jinja template as a function, without the text's first mark, which llama.cpp adds itself."""
+def _renderer(template: str, settings: dict[str, Any], tokenizer: Tokenizer) -> Render:
+    """The Jinja template as a function; without the text's first mark if the tokenizer adds it."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     special: dict[str, Any] = {}
@@ -89,11 +92,14 @@ def _renderer(template: str, settings: dict[str, Any]) -> Render:
         given = settings.get(name)
         special[name] = (given.get("content") if isinstance(given, dict) else given) or ""
 
+    bos = special["bos_token"]
+    added = bos if adds_first(tokenizer, tokenizer.token_to_id(bos)) else ""
+
     def render(messages: Sequence[Message], answer: bool) -> str:
         texts, _ = render_jinja_template(
             [list(messages)], chat_template=template, add_generation_prompt=answer, **special
         )
-        return texts[0].removeprefix(special["bos_token"]) if special["bos_token"] else texts[0]
+        return texts[0].removeprefix(added)
 
     return render
 
