@@ -235,7 +235,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_works(model: Path, tmp_path: Path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "ending this step, then saving" in err  # at once, whatever the step takes
+    assert "finishing the steps under way, then saving" in err  # at once, whatever the step takes
     again = re.search(r"continue with: (.*)$", out, re.MULTILINE)
     assert again is not None, out
     env = {"TINKEX_HOME": str(tmp_path), "HOME": str(tmp_path), "PATH": os.environ["PATH"]}

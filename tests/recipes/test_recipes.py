@@ -200,21 +200,6 @@ def test_the_commands_take_their_options(tinkex_command: Command, model: Path, c
     assert "--log must be one of wandb, trackio, tensorboard" in refused.stderr
 
 
-def test_metrics_go_to_wandb(
-    home: Path, model: Path, chats: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """wandb itself, offline; it is not among the development tools. It prints a summary when it ends."""
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    config = SftConfig(model=str(model), data=str(chats), out="run", steps=2, log="wandb", batch_size=2)
-    with tinkex.ServiceClient(base_url="local") as service:
-        train_sft(config, service)
-    summary = dict(re.findall(r"^wandb: +(\w+) ([\d.e-]+)$", capfd.readouterr().err, re.MULTILINE))
-    assert float(summary["loss"]) == pytest.approx(values(Path("run"), "loss")[-1], abs=1e-4)
-    assert float(summary["eval_loss"]) == pytest.approx(values(Path("run"), "eval_loss")[-1], abs=1e-4)
-    assert list(Path("run").rglob("*.wandb"))
-
-
 def test_schedules_rise_and_fall() -> None:
     rates = [learning_rate_at(step, 10, 1.0, "cosine", warmup=4) for step in range(10)]
     assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])

@@ -199,11 +199,12 @@ def _download(hub_id: str, *, offline: bool) -> Path:
     except Exception as error:
         if (told := _explained(hub_id, error)) and not offline:
             raise ModelError(told) from error
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        cached_only = "is not in the hub's cache, and HF_HUB_OFFLINE is set"
+        cause = error.__cause__ or error  # "dry run cannot be performed", because no hub answers
+        why = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        cached_only = "not in the hub's cache, and HF_HUB_OFFLINE is set"
         raise ModelError(
-            f"the model {hub_id!r} {cached_only if offline else f'cannot be fetched ({why})'}, and there is "
-            "no such directory here; see `tinkex model list-local`"
+            f"there is no directory {hub_id!r} here, and as a model of the hub it is "
+            f"{cached_only if offline else f'out of reach ({why})'}; see `tinkex model list-local`"
         ) from error
 
 

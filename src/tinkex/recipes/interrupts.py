@@ -20,7 +20,7 @@ def ctrl_c() -> Generator[Callable[[], bool]]:
     def handle(number: int, frame: object) -> None:
         pressed.set()
         # Not print: the signal may have interrupted one.
-        os.write(2, b"\nending this step, then saving; Ctrl-C again stops at once\n")
+        os.write(2, b"\nfinishing the steps under way, then saving; Ctrl-C again stops at once\n")
         signal.signal(signal.SIGINT, before)
 
     before = signal.signal(signal.SIGINT, handle)

@@ -19,6 +19,7 @@ from tinkex.charts import number, terminal_chart, write_png
 from tinkex.errors import TinkerError
 
 _HIDDEN = ("step", "tokens", "seconds")  # not worth a place in the line
+_SHORT = {"learning_rate": "lr", "tokens_per_second": "tok/s"}  # beside the bar, in 80 columns
 
 
 class Progress:
@@ -52,7 +53,7 @@ class Progress:
             from rich import progress
 
             columns = (
-                progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=20),
+                progress.TextColumn("training"), progress.BarColumn(bar_width=14),
                 progress.MofNCompleteColumn(), progress.TimeRemainingColumn(),
                 progress.TextColumn("{task.fields[said]}"),
             )  # fmt: skip
@@ -62,10 +63,14 @@ class Progress:
 
     def row(self, row: Mapping[str, float]) -> None:
         """The metrics of a step."""
-        said = "  ".join(f"{name} {number(value)}" for name, value in row.items() if name not in _HIDDEN)
+        shown = {name: value for name, value in row.items() if name not in _HIDDEN}
+        short = "  ".join(f"{_SHORT.get(name, name)} {number(value)}" for name, value in shown.items())
+        said = "  ".join(f"{name} {number(value)}" for name, value in shown.items())
         step = int(row["step"])
         if self._live is not None:
-            self._live.update(self._task, completed=step, said=said)
+            room = self._live.console.width - 34 - 2 * len(str(self._steps))  # beside the other columns
+            cut = short if len(short) <= room else f"{short[: room - 1]}…"  # else rich cuts the bar instead
+            self._live.update(self._task, completed=step, said=cut)
         elif step > self._done and "loss" in row:
             left = (time.monotonic() - self._began) / (step - self._done) * (self._steps - step)
             self.note(f"step {step}/{self._steps}  {said}  {int(left) // 60}:{int(left) % 60:02} left")

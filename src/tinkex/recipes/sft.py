@@ -102,6 +102,8 @@ def train_sft(
             save = evaluate or step % config.save_every == 0 or step == steps or stop
             while len(flight) > (0 if save else 1):  # one step stays in flight
                 report(directory, *flight.popleft())
+                if not stop and stopped():  # while we waited: begin no further step
+                    stop = save = True
             if evaluate:
                 loss = evaluate_loss(run, test_data)
                 improved = loss < min(row["eval_loss"] for row in directory.rows if "eval_loss" in row)
