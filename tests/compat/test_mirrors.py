@@ -49,7 +49,7 @@ def test_both_trackers_have_what_the_server_has(tmp_path: Path) -> None:
         server.terminate()
         assert server.wait(60) == 0
     script = ROOT / "tests" / "compat" / "clients" / "mirrored.py"
-    read = [str(python), str(script), str(home / "mirrors" / "wandb")]
+    read = [str(python), str(script), str(home / "mirrors" / "wandb"), "wandb", "trackio"]
     done = subprocess.run(read, env=kept | places, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

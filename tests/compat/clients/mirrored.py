@@ -1,4 +1,6 @@
-"""What wandb and trackio have kept of the runs that were mirrored to them, as JSON: read with their own code.
+"""What wandb and trackio have kept of the runs that were sent to them, as JSON: read with their own code.
+
+`mirrored.py DIRECTORY KIND…`, where wandb has its files.
 
 An offline file of wandb is a log of its protobuf records, in blocks as LevelDB's.
 """
@@ -55,4 +57,5 @@ def of_trackio() -> list[dict]:
     ]
 
 
-print(json.dumps({"wandb": of_wandb(Path(sys.argv[1])), "trackio": of_trackio()}, default=str))
+kept = {"wandb": lambda: of_wandb(Path(sys.argv[1])), "trackio": of_trackio}
+print(json.dumps({kind: kept[kind]() for kind in sys.argv[2:]}, default=str))
