@@ -144,7 +144,7 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.option("--preload/--no-preload", default=True, help="Load every model at start, or each on first use.")
 @click.option(
     "--warm-up/--no-warm-up", default=True,
-    help="On CUDA, compile kernels and capture steps while a model loads, or each on first use.",
+    help="While a model loads, compile kernels and capture steps (CUDA) and sample once, or on first use.",
 )  # fmt: skip
 @click.option(
     "--drain", default=5.0, type=Finite(0, 86400),

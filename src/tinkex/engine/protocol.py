@@ -334,7 +334,7 @@ class EngineConfig:
     role: Literal["both", "trainer", "sampler"] = "both"  # what its memory is planned for
     placement: Placement | None = None  # None: in this process
     tensor: int = 1  # GPUs of one machine that each have a part of the model, or as many CPU processes
-    warm_up: bool = False  # on CUDA: compile kernels and capture steps when it is built (`engine.warm_up`)
+    warm_up: bool = False  # when it is built, do what first requests would wait for (`engine.warm_up`)
 
 
 @dataclass(frozen=True)

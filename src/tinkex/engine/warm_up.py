@@ -96,6 +96,12 @@ def warm_up(engine: p.Engine, work: WarmUp, say: Callable[[str], None] = log.inf
     return time.monotonic() - began
 
 
+def sample_once(engine: p.Engine) -> None:
+    """Draw two tokens, which is enough on a CPU: the first decode step makes its copy of the weights."""
+    work = p.SampleWork(np.zeros(1, np.int32), SamplingParams(max_tokens=2, stop=[]), None)
+    asyncio.run(engine.sampler.sample(work))
+
+
 class _Warming:
     """The parts of one warm-up, in order."""
 

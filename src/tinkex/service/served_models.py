@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import shutil
 import threading
 import time
 from collections import deque
@@ -212,7 +213,8 @@ class ServedModel:
         self._close_lost()  # its memory is needed by the next one
         if self._config.kind == "torch" and self._config.device != "cpu":
             compiled = keep_compiled(self._service.home)
-            if self._config.warm_up and not (compiled.is_dir() and any(compiled.iterdir())):
+            has_gpu = self._config.device != "auto" or shutil.which("nvidia-smi")
+            if has_gpu and self._config.warm_up and not (compiled.is_dir() and any(compiled.iterdir())):
                 log.info("kernels for a GPU are compiled now, for a minute or two, and kept in %s", compiled)
         config = replace(self._config, model=str(self._files()))
         with contextlib.suppress(Refusal, InvalidInputError, OSError):  # it may have none

@@ -38,7 +38,7 @@ from tinkex.engine.torch.sampler_files import SamplerCopy
 from tinkex.engine.torch.sequences import PublishedAdapter
 from tinkex.engine.torch.states import StatePool, slot_bytes
 from tinkex.engine.torch.trainer import SUPPORTED_LOSSES, TorchTrainer
-from tinkex.engine.warm_up import WarmUp, warm_up
+from tinkex.engine.warm_up import WarmUp, sample_once, warm_up
 from tinkex.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class TorchEngine:
             raise
         if config.warm_up and choose_device(config)[0].type == "cuda":
             self._warm_up(config)
+        elif config.warm_up:
+            apart(lambda: sample_once(self))
 
     def _build(self, config: EngineConfig, decoder: Decoder | None) -> None:
         device, dtype = choose_device(config)
