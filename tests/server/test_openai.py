@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from tests.server.conftest import MODEL, PROTO, Running, pass_body
 from tinkex.engine.fake import EOS
 from tinkex.engine.protocol import EngineConfig
+from tinkex.server.api_keys import hash_key, new_key
 from tinkex.server.openai.detokenizer import Detokenizer
 
 BEARER = {"authorization": "Bearer tml-alice"}
@@ -178,6 +179,8 @@ def test_refusals_name_the_field(server: Running, change: dict[str, Any], named:
     error = answer.json["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert named in error["message"]
+    if error["message"].startswith(("request.", "the request has no")):
+        assert error["param"] == next(iter(change))
 
 
 @pytest.mark.parametrize(
@@ -201,10 +204,36 @@ def test_chat_refusals(server: Running, change: dict[str, Any]) -> None:
     assert ask(server, "chat/completions", body).status == 400
 
 
-def test_a_key_is_needed(server: Running) -> None:
-    answer = server.ask("POST", "/v1/completions", {"model": MODEL, "prompt": "x"}, key=None)
+def test_a_program_of_this_machine_needs_no_key_where_there_are_none(server: Running) -> None:
+    run = server.result(
+        server.post("save_weights_for_sampler", model_id=server.open_run(), path="a", seq_id=1)
+    )
+    shared = server.ask(
+        "POST",
+        f"/api/v1/training_runs/{run.json['path'].split('/')[2]}/checkpoints/sampler_weights/a/publish",
+    )
+    assert shared.status in (200, 204)
+    loaded = {"lora_name": "mine", "lora_path": run.json["path"]}
+    assert server.ask("POST", "/v1/load_lora_adapter", loaded, {"x-api-key": "tml-local"}, None).status == 200
+    answer = server.ask("POST", "/v1/completions", {"model": "mine", "prompt": "x"}, key=None)
+    assert answer.status == 200, answer.json  # an alias of the tenant tml-local
+
+
+@pytest.mark.parametrize(
+    "page", [{"origin": "https://a.example"}, {"sec-fetch-site": "cross-site"}, {"host": "a.example"}]
+)
+def test_pages_and_other_machines_need_a_key(server: Running, page: dict[str, str]) -> None:
+    answer = server.ask("POST", "/v1/completions", {"model": MODEL, "prompt": "x"}, page, key=None)
     assert answer.status == 401
     assert answer.json["error"]["code"] == "invalid_api_key"
+
+
+def test_a_key_is_needed_where_there_are_some(server: Running) -> None:
+    server.server.service.ledger.add_key(
+        name="a", note="", hash=hash_key(new_key()), owner="ann", project_id=None, created_at=1.0
+    )
+    answer = server.ask("POST", "/v1/completions", {"model": MODEL, "prompt": "x"}, key=None)
+    assert answer.status == 401
 
 
 # -- clients that leave, weights that change -------------------------------------------------------------

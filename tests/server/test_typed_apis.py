@@ -211,7 +211,19 @@ def test_errors_have_anthropics_shape(server: Running, change: dict[str, Any], k
     assert answer.json["type"] == "error"
     assert answer.json["error"]["type"] == kind
     assert named in answer.json["error"]["message"]
-    assert server.ask("POST", "/v1/messages", body, key=None).json["error"]["type"] == "authentication_error"
+    page = {"origin": "https://a.example"}
+    refused = server.ask("POST", "/v1/messages", body, page, key=None).json
+    assert refused["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/batches", "/anthropic/api/v1/models", "/anthropic/nothing"])
+def test_routes_that_do_not_exist_answer_in_anthropics_shape(server: Running, path: str) -> None:
+    for method in ("GET", "POST"):
+        answer = server.ask(method, path, {} if method == "POST" else None, BEARER, key=None)
+        assert answer.status == 404
+        assert answer.json["error"] == {
+            "type": "not_found_error", "message": f"{method} {path} is not offered here",
+        }  # fmt: skip
 
 
 # -- tokens ----------------------------------------------------------------------------------------------

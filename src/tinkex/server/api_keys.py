@@ -3,6 +3,7 @@
     tml-…     an API key; the ledger holds its hash, `tinkex server keys` makes and revokes it
     eyJ…      a JWT issued here for a key; it is refused once the key is revoked
     no keys   no key was ever made: every key is its own tenant, "EMPTY" too (loopback only)
+    nothing   there, for text: a program of this machine is the tenant LOCAL_KEY, a page in a browser nobody
 
 A key is never stored or logged. A revoked key is refused within REFRESH seconds.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 import jwt
 
+from tinkex.config import is_loopback
 from tinkex.server.signing import derive
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
@@ -32,6 +34,7 @@ WEIGHTS_TOKEN = "x-tinker-weights-access-token"
 _WELL_FORMED = re.compile(r"tml-[\x21-\x7e]{1,252}")
 _VISIBLE = re.compile(r"[\x21-\x7e]{1,256}")
 _CACHE_SIZE = 4096
+LOCAL_KEY = "tml-local"  # what a server without keys tells its clients to use
 
 NO_KEY = "no API key: send one that begins with 'tml-' in X-API-Key (for /v1: Authorization: Bearer …)"
 BAD_KEY = "this API key is unknown, revoked or expired"
@@ -70,6 +73,12 @@ def credential(headers: Mapping[str, str]) -> str:
     return key.strip()
 
 
+def _from_a_page(headers: Mapping[str, str]) -> bool:
+    """Did a browser send it for some page? A page of any site may post to this machine, but without a key."""
+    named = is_loopback(f"//{headers.get('host', '')}")  # else some site's name leads here
+    return "origin" in headers or "sec-fetch-site" in headers or not named
+
+
 class Authenticator:
     """Identifies callers by the ledger's keys."""
 
@@ -83,9 +92,22 @@ class Authenticator:
         """True if no key was ever made. Revoking the last key does not make the server open."""
         return not self._ledger.had_keys
 
-    def caller(self, headers: Mapping[str, str], public_url: str = "", same_machine: bool = False) -> Caller:
-        """The caller of a request with these headers; Refusal 401 if its credential is not accepted."""
-        identity = self.identify(credential(headers))
+    def caller(
+        self,
+        headers: Mapping[str, str],
+        public_url: str = "",
+        same_machine: bool = False,
+        *,
+        keyless: bool = False,
+    ) -> Caller:
+        """The caller of a request with these headers; Refusal 401 if its credential is not accepted.
+
+        `keyless`: a program of this machine needs no key on a server without keys.
+        """
+        key = credential(headers)
+        if not key and keyless and same_machine and self.is_open and not _from_a_page(headers):
+            key = LOCAL_KEY
+        identity = self.identify(key)
         return Caller(
             identity.user, identity.project, public_url, same_machine,
             headers.get(WEIGHTS_TOKEN), headers.get("x-idempotency-key", ""),

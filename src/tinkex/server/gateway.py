@@ -119,7 +119,7 @@ class Gateway:
         self._raw_places = [place.encode() for place in self._places]
         self._process, self._count = uuid.uuid4().hex[:12], itertools.count()
 
-    def admit(self, http: IncomingRequest) -> Caller:
+    def admit(self, http: IncomingRequest, *, keyless: bool = False) -> Caller:
         """The caller; Refusal if its key is not accepted, it has too many requests, or we are not ready."""
         if not self.service.ready:
             raise Refusal(503, NOT_READY)
@@ -128,7 +128,7 @@ class Gateway:
         # A proxy on this machine connects from loopback too, on behalf of a client elsewhere.
         proxied = self.public_url or "x-forwarded-for" in headers or "forwarded" in headers
         same_machine = not proxied and peer is not None and is_loopback_host(peer[0])
-        caller = self.authenticator.caller(headers, url, same_machine)
+        caller = self.authenticator.caller(headers, url, same_machine, keyless=keyless)
         self.requests.take(caller.user, 1)
         http.user = caller.user
         return caller

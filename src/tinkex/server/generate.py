@@ -35,7 +35,7 @@ def generate_routes(text: TextSampler) -> list[Route]:
 
 
 async def _generate(text: TextSampler, http: IncomingRequest) -> Response:
-    caller = text.gateway.admit(http)
+    caller = text.admit(http)
     fields = await text.fields(http)
     refuse_rest({name: fields[name] for name in fields if name not in _IGNORED | _READ}, _OFF)
     asked: Json = {

@@ -31,7 +31,7 @@ from tinkex.config import is_loopback_host
 from tinkex.engine.protocol import Engine
 from tinkex.errors import TinkerError
 from tinkex.server.anthropic.messages_api import anthropic_routes
-from tinkex.server.api_keys import Authenticator
+from tinkex.server.api_keys import LOCAL_KEY, Authenticator
 from tinkex.server.bodies import (
     MAX_BODY,
     MAX_UNDECODED,
@@ -289,13 +289,14 @@ class Server:
         is_open = self.gateway.authenticator.is_open
         if is_open:
             yield "No API key is configured: only this machine can connect. Any key is accepted, and each is"
-            yield "its own tenant. `tinkex server keys add NAME` makes a real key."
+            yield "its own tenant; /v1 needs none. `tinkex server keys add NAME` makes a real key."
         else:
             yield "Clients need a key: `tinkex server keys add NAME` makes one."
         yield ""
         yield "In a client's shell:"
         yield f"  export TINKER_BASE_URL={self.url}"
-        yield f"  export TINKER_API_KEY={'tml-local' if is_open else 'tml-…'}"
+        yield f"  export TINKER_API_KEY={LOCAL_KEY if is_open else 'tml-…'}"
+        yield f"For OpenAI's clients the base URL is {self.url}/v1, for Anthropic's {self.url}."
 
 
 class _UvicornServer(uvicorn.Server):

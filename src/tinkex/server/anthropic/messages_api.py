@@ -58,15 +58,26 @@ def _error(status: int, message: str) -> Json:
 def anthropic_routes(text: TextSampler) -> list[Route]:
     create = Endpoint(text.gateway, "anthropic_messages", partial(_create, text), anthropic_error)
     count = Endpoint(text.gateway, "anthropic_count", partial(_count, text), anthropic_error)
+    unknown = Endpoint(text.gateway, "anthropic_unknown", _unknown, anthropic_error)
     return [
-        Route(f"{prefix}/messages{rest}", endpoint, methods=["POST"])
-        for prefix in PREFIXES
-        for rest, endpoint in (("", create), ("/count_tokens", count))
+        *(
+            Route(f"{prefix}/messages{rest}", endpoint, methods=["POST"])
+            for prefix in PREFIXES
+            for rest, endpoint in (("", create), ("/count_tokens", count))
+        ),
+        *(
+            Route(path, unknown, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+            for path in ("/v1/messages", "/v1/messages/{rest:path}", "/anthropic/{rest:path}")
+        ),
     ]
 
 
+async def _unknown(http: IncomingRequest) -> Response:
+    return anthropic_error(404, f"{http.scope['method']} {http.scope['path']} is not offered here")
+
+
 async def _create(text: TextSampler, http: IncomingRequest) -> Response:
-    caller = text.gateway.admit(http)
+    caller = text.admit(http)
     fields = await text.fields(http)
     if not isinstance(fields.get("max_tokens"), int):
         raise InvalidInputError("max_tokens: a whole number is required")
@@ -75,7 +86,7 @@ async def _create(text: TextSampler, http: IncomingRequest) -> Response:
 
 
 async def _count(text: TextSampler, http: IncomingRequest) -> Response:
-    caller = text.gateway.admit(http)
+    caller = text.admit(http)
     fields = await text.fields(http)
     request = read_request(ChatRequest, chat_fields(fields), _NAMES)
     _, base = await text.open(request.model, caller)

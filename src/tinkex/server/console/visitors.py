@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.config import is_loopback_host
-from tinkex.server.api_keys import Authenticator, hash_key
+from tinkex.server.api_keys import LOCAL_KEY, Authenticator, hash_key
 from tinkex.server.console.login_session import COOKIE, LoginSessions
 from tinkex.service.access import scope_of
 from tinkex.service.refusal import LOCAL_USER, Caller, Refusal
@@ -67,7 +67,7 @@ class KeyVisitors:
 
     @property
     def hint(self) -> str:
-        return "tml-local" if self._authenticator.is_open else ""
+        return LOCAL_KEY if self._authenticator.is_open else ""
 
     def find(self, request: Request) -> Visitor | None:
         session = self._sessions.read(request.cookies.get(COOKIE, ""))

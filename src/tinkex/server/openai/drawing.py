@@ -129,6 +129,10 @@ class TextSampler:
         self.gateway = gateway
         self.samplers, self.aliases = SamplerCache(gateway.service), ModelAliases()
 
+    def admit(self, http: IncomingRequest) -> Caller:
+        """The caller; on a server without keys, programs of this machine may send none."""
+        return self.gateway.admit(http, keyless=True)
+
     async def fields(self, http: IncomingRequest) -> dict[str, Any]:
         """The body, a JSON object."""
         bodies = self.gateway.bodies

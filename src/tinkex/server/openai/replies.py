@@ -6,6 +6,7 @@ stream join to the whole response, logprobs included. Stop strings and special t
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Collection, Iterable, Sequence
@@ -222,12 +223,15 @@ class ReplyWriter(Protocol):
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
+_NAMED = re.compile(r"request\.(\w+)|the request has no '(\w+)'")  # messages that begin with a field's name
+
 
 def error_fields(status: int, message: str) -> Json:
     """An error as OpenAI's client reads it."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     code = "context_length_exceeded" if message.startswith("Prompt length plus") else _CODES.get(status)
-    return {"message": message, "type": kind, "param": None, "code": code}
+    named = _NAMED.match(message) if kind == "invalid_request_error" else None
+    return {"message": message, "type": kind, "param": named and (named[1] or named[2]), "code": code}
 
 
 class OpenAIWriter:

@@ -337,7 +337,7 @@ def read_request(kind: type[Kind], fields: dict[str, Any], names: Mapping[str, s
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        message = explain(error, "request")
+        message = explain(error, "request").replace(f"{kind.__name__} has no", "the request has no", 1)
         for ours, theirs in (names or {}).items():
             message = message.replace(f"request.{ours}", f"request.{theirs}")
         raise InvalidInputError(message) from None

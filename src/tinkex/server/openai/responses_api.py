@@ -54,7 +54,7 @@ def responses_routes(text: TextSampler) -> list[Route]:
 
 
 async def _respond(text: TextSampler, http: IncomingRequest) -> Response:
-    caller = text.gateway.admit(http)
+    caller = text.admit(http)
     fields = await text.fields(http)
     request = read_request(ChatRequest, chat_fields(fields), {"max_completion_tokens": "max_output_tokens"})
     return await text.respond(http, caller, request, partial(ResponsesWriter, fields=fields))

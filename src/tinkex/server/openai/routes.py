@@ -78,7 +78,7 @@ async def _unknown(http: IncomingRequest) -> Response:
 
 
 async def _complete(text: TextSampler, kind: type[AnyRequest], http: IncomingRequest) -> Response:
-    caller = text.gateway.admit(http)
+    caller = text.admit(http)
     request = read_request(kind, await text.fields(http))
     return await text.respond(http, caller, request, OpenAIWriter)
 
@@ -100,11 +100,11 @@ class _Catalogue:
         self._text, self._gateway = text, text.gateway
 
     async def listed(self, http: IncomingRequest) -> Response:
-        listed = await self._models(self._gateway.admit(http))
+        listed = await self._models(self._text.admit(http))
         return Response(orjson.dumps({"object": "list", "data": listed}), 200, JSON)
 
     async def one(self, http: IncomingRequest) -> Response:
-        caller, name = self._gateway.admit(http), http.path_params["model"]
+        caller, name = self._text.admit(http), http.path_params["model"]
         about = next((m for m in await self._models(caller) if m["id"] == name), None)
         if about is None:
             # Somebody's published adapter, or another spelling of a base model; refused if it is neither.
@@ -113,7 +113,7 @@ class _Catalogue:
         return Response(orjson.dumps(about), 200, JSON)
 
     async def load(self, http: IncomingRequest) -> Response:
-        caller, fields = self._gateway.admit(http), await self._text.fields(http)
+        caller, fields = self._text.admit(http), await self._text.fields(http)
         alias, path = fields.get("lora_name"), fields.get("lora_path")
         if not isinstance(alias, str) or not isinstance(path, str) or not alias:
             raise InvalidInputError("load_lora_adapter needs lora_name and lora_path, both strings")
@@ -124,7 +124,7 @@ class _Catalogue:
         return Response(f"Success: LoRA adapter '{alias}' added successfully.", 200)
 
     async def unload(self, http: IncomingRequest) -> Response:
-        caller, fields = self._gateway.admit(http), await self._text.fields(http)
+        caller, fields = self._text.admit(http), await self._text.fields(http)
         self._text.aliases.remove(str(fields.get("lora_name")), caller)
         return Response(f"Success: LoRA adapter '{fields['lora_name']}' removed successfully.", 200)
 
@@ -175,7 +175,7 @@ class _Tokens:
 
     async def _read(self, http: IncomingRequest) -> tuple[Any, dict[str, Any], int | None]:
         gateway = self._text.gateway
-        caller, fields = gateway.admit(http), await self._text.fields(http)
+        caller, fields = self._text.admit(http), await self._text.fields(http)
         model = fields.pop("model", None) or next((m.name for m in gateway.service.models), "")
         if not isinstance(model, str):
             raise InvalidInputError(f"model must be a string, got {model!r:.80}")
