@@ -215,6 +215,10 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed: Path, model: Pat
     said = child.communicate(timeout=60)[1].decode()
     assert child.returncode == 130, said
     assert "the same command continues: tinkex train sft" in said
+    listed = subprocess.run(
+        [sys.executable, "-m", "tinkex.cli", "run", "list", "-f", "json"], capture_output=True, check=True
+    )
+    assert [run["status"] for run in json.loads(listed.stdout)["runs"]] == ["interrupted"]
     step = json.loads((out / "state.json").read_text())["step"]
     assert 0 < step < 30
     assert step == metrics(out)[-1]["step"], "nothing that was computed is lost"

@@ -228,7 +228,8 @@ def test_pages_and_other_machines_need_a_key(server: Running, page: dict[str, st
     assert answer.json["error"]["code"] == "invalid_api_key"
 
 
-def test_a_key_is_needed_where_there_are_some(server: Running) -> None:
+def test_a_key_is_needed_where_there_are_some(start: Callable[..., Running]) -> None:
+    server = start()
     server.server.service.ledger.add_key(
         name="a", note="", hash=hash_key(new_key()), owner="ann", project_id=None, created_at=1.0
     )

@@ -51,7 +51,7 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
-class Interrupted(TinkerError):
+class Interrupted(KeyboardInterrupt):
     """Ctrl-C stopped the run after a step; the same command continues it."""
 
 
