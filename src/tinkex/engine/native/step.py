@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from tinkex.engine.native.build import library
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.backend import Backend
+from tinkex.engine.torch.huge_pages import HugeArena
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.models.attention import Attention
 from tinkex.engine.torch.models.decoder import Decoder, DecoderLayer
@@ -116,6 +118,9 @@ class CompiledStep:
 
     def _describe(self, decoder: Decoder) -> ModelStruct:
         c, address = decoder.config, self._address
+        matrices = [decoder.unembed_weight, *(p.weight for p in decoder.projections())]
+        arena = HugeArena(sum(HugeArena.size_of([self._floats(w)], torch.float32) for w in matrices))
+        project = partial(self._projection, arena)
         for target, layer, window in zip(self._layers, decoder.layers, c.windows, strict=True):
             assert isinstance(layer, DecoderLayer)
             attention, mlp = layer.mixer, layer.mlp
@@ -123,24 +128,26 @@ class CompiledStep:
             assert isinstance(mlp, Mlp)
             target.attention_norm, target.mlp_norm = address(layer.mixer_norm), address(layer.mlp_norm)
             target.q_norm, target.k_norm = address(attention.q_norm), address(attention.k_norm)
-            target.qkv, target.o = self._projection(attention.qkv), self._projection(attention.o)
-            target.gate_up, target.down = self._projection(mlp.gate_up), self._projection(mlp.down)
+            target.qkv, target.o = project(attention.qkv), project(attention.o)
+            target.gate_up, target.down = project(mlp.gate_up), project(mlp.down)
             target.window = window or 0
-        head = self._linear(decoder.unembed_weight, None, [c.padded_vocab])
+        head = self._linear(arena, decoder.unembed_weight, None, [c.padded_vocab])
         sizes = c.layers, c.width, c.heads, c.kv_heads, c.head_dim, PAGE, c.norm_eps
         return ModelStruct(*sizes, address(decoder.embedding), address(decoder.norm), self._layers, head)
 
-    def _projection(self, module: Projection) -> LinearStruct:
-        return self._linear(module.weight, module.bias, [part.out_features for part in module.parts])
+    def _projection(self, arena: HugeArena, module: Projection) -> LinearStruct:
+        return self._linear(arena, module.weight, module.bias, [part.out_features for part in module.parts])
 
-    def _linear(self, weight: Tensor, bias: Tensor | None, outs: list[int]) -> LinearStruct:
+    def _linear(self, arena: HugeArena, weight: Tensor, bias: Tensor | None, outs: list[int]) -> LinearStruct:
         out_features, in_features = weight.shape
-        packed = np.empty(self._c.packed_floats(in_features, out_features), np.float32)
+        packed = arena.take([self._floats(weight)], torch.float32)
         out_stride, in_stride = weight.stride()
-        self._c.pack(weight.data_ptr(), in_features, out_features, in_stride, out_stride, packed.ctypes.data)
-        self._kept.append(packed)
+        self._c.pack(weight.data_ptr(), in_features, out_features, in_stride, out_stride, packed.data_ptr())
         sizes = in_features, out_features, len(outs), (c_int32 * 3)(*outs)
-        return LinearStruct(packed.ctypes.data, self._address(bias), *sizes)
+        return LinearStruct(self._address(packed), self._address(bias), *sizes)
+
+    def _floats(self, weight: Tensor) -> int:
+        return self._c.packed_floats(*reversed(weight.shape))
 
     def _address(self, tensor: Tensor | None) -> int | None:
         if tensor is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.torch.backend import Backend, choose_backend
+from tinkex.engine.torch.huge_pages import HugeArena
 from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.delta_net import by_part
@@ -162,7 +164,10 @@ def empty_decoder(
         if quantised:
             decoder.quantise(dtype)
     # What `to_empty` does, which goes by way of torch's symbolic shapes and imports half a second of sympy.
-    return decoder.to(dtype)._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device)).eval()
+    decoder, take = decoder.to(dtype), partial(torch.empty, device=device)
+    if torch.device(device).type == "cpu":
+        take = HugeArena(sum(HugeArena.size_of(t.shape, t.dtype) for t in decoder.parameters())).take
+    return decoder._apply(lambda t: take(t.shape, dtype=t.dtype)).eval()
 
 
 def _some(names: list[str], limit: int = 8) -> str:

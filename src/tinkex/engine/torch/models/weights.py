@@ -45,12 +45,12 @@ class DecoderWeights(Block):
         For a decoder on the CPU whose weights will not change any more; elsewhere there is nothing to gain.
         """
         if self.multiplied_bytes <= room:
-            for projection in self._projections():
+            for projection in self.projections():
                 weight = projection.weight
                 projection.packed = pack(weight) if isinstance(weight, Tensor) else None
             self.packed_head = pack(self.unembed_weight)
 
-    def _projections(self) -> list[Projection]:
+    def projections(self) -> list[Projection]:
         return [module for module in self.modules() if isinstance(module, Projection)]
 
     @property
@@ -91,11 +91,11 @@ class DecoderWeights(Block):
     @property
     def multiplied_bytes(self) -> int:
         """Bytes of the weights that are multiplied with tokens, without experts."""
-        return self.unembed_weight.nbytes + sum(p.weight.nbytes for p in self._projections())
+        return self.unembed_weight.nbytes + sum(p.weight.nbytes for p in self.projections())
 
     @property
     def packed_bytes(self) -> int:
-        packed = [self.packed_head, *(projection.packed for projection in self._projections())]
+        packed = [self.packed_head, *(projection.packed for projection in self.projections())]
         return sum(copy.numel() * copy.dtype.itemsize for copy in packed if copy is not None)
 
     def sites(self) -> Sites:
