@@ -242,11 +242,11 @@ def test_captured_prefill_is_the_eager_one(decoder: Decoder, lengths: list[int])
 
 @pytest.mark.parametrize("pages", [200, 16], ids=["enough pages", "few pages"])
 def test_prompts_read_by_captured_steps_score_as_in_fp32(decoder: Decoder, exact: Decoder, pages: int):
-    """Chunks, several samples, cached prefixes, prompts' own scores and cut draws, three times over."""
+    """Chunks, several samples, cached prefixes, prompts' own scores and cut draws, five times over."""
     batch = new_batch(decoder, pages, sequences=8, prefill_alone=96, prefill_beside=64)
     wide, narrow = published(decoder, 32, 1), published(decoder, 4, 2, train_attn=False)
     scored: dict[str, Any] = {"prompt_logprobs": True}
-    for turn in range(3):
+    for turn in range(5):
         asked: list[tuple[int, int, PublishedAdapter | None, dict[str, Any], dict[str, Any]]] = [
             (1, 150, None, {}, {}),
             (2, 40, wide, {"num_samples": 3}, {}),

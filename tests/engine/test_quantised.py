@@ -98,6 +98,17 @@ def test_logits_and_gradients_are_those_of_the_expanded_model(tmp_path: Path, sc
     check_that_it_computes_as_expanded(packed, path)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_first_numbers_keep_nothing_else(tmp_path: Path, scheme: str) -> None:
+    """A base with thousands of experts has as many: with a tile of each they would not fit."""
+    decoder = load_decoder(tiny_model(tmp_path, "qwen3"), quantize=scheme)
+    for matrix, part in decoder.slots().values():
+        head, whole = matrix.head(part), matrix.parts[part]
+        plain = whole if isinstance(whole, torch.Tensor) else whole.expand()
+        assert torch.equal(head, plain[0, :16])
+        assert head.untyped_storage().nbytes() == head.nbytes
+
+
 def test_experts_are_kept_quantised_too(tmp_path: Path) -> None:
     path = tiny_model(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=64)
     packed, whole = load_decoder(path, quantize="nf4"), load_decoder(path)

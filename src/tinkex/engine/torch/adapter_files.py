@@ -106,6 +106,7 @@ def _arrays(adapter: Adapter, flat: Tensor) -> dict[str, Any]:
 
 
 def peft_config(adapter: Adapter, base: BaseIdentity) -> dict[str, Any]:
+    modules = {part.name.rsplit(".", 1)[-1] for shape in adapter.shapes.values() for part in shape.parts}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -113,7 +114,7 @@ def peft_config(adapter: Adapter, base: BaseIdentity) -> dict[str, Any]:
         "r": adapter.lora.rank,
         "lora_alpha": int(ALPHA),
         "lora_dropout": 0.0,
-        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in adapter.named()}),
+        "target_modules": sorted(modules),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

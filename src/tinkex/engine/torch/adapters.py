@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +34,9 @@ class Matrices(NamedTuple):
     b: list[Tensor]
     b_t: list[Tensor]
     outs: list[int]
+
+
+_Strides = tuple[torch.Size, tuple[int, ...], int]  # a view's shape and strides, and where it begins
 
 
 @dataclass(frozen=True)
@@ -149,12 +153,23 @@ class Adapter:
         E is 1 on the side that experts share.
         """
         flat = self.flat if flat is None else flat
-        out: dict[str, tuple[Tensor, Tensor]] = {}
+        start = flat.storage_offset()
+        return {
+            name: (flat.as_strided(*a, a_at + start), flat.as_strided(*b, b_at + start))
+            for name, ((*a, a_at), (*b, b_at)) in self._named.items()
+        }
+
+    @cached_property
+    def _named(self) -> dict[str, tuple[_Strides, _Strides]]:
+        """Where the views of `named` lie in a flat buffer: cutting it anew takes longer than writing it."""
+        out: dict[str, tuple[_Strides, _Strides]] = {}
         for site, shape in self.shapes.items():
-            a, b_t = shape.views(flat)
+            a, b_t = shape.views(torch.empty(self.flat.shape, device="meta"))
             for part, a_part, b_part in zip(shape.parts, a.split(shape.rank, 1), b_t, strict=True):
                 pair = a_part, b_part.transpose(1, 2)
-                out[part.name] = pair if site.group.startswith("experts") else (pair[0][0], pair[1][0])
+                pair = pair if site.group.startswith("experts") else (pair[0][0], pair[1][0])
+                first, second = ((v.shape, v.stride(), int(v.storage_offset())) for v in pair)
+                out[part.name] = first, second
         return out
 
     def flat_as(self, dtype: torch.dtype) -> Tensor:

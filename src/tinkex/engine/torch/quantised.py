@@ -261,8 +261,9 @@ class QuantisedMatrix:
 
     def head(self, index: int) -> Tensor:
         """The first numbers of a part."""
-        _, tile = next(_tiles(self._parts[index], torch.float32))
-        return tile[0, :16]
+        part = self._parts[index]
+        row = part[0] if isinstance(part, Tensor) else part.rows(0, 1)[0]
+        return row[:16].clone()  # a view would keep all of the row, of thousands of experts
 
     def put(self, index: int, weight: QuantisedWeight | Tensor, scheme: str, device: torch.device) -> None:
         """Keep a part's weight: quantised by one of `SCHEMES`, or with "file" as it is."""
