@@ -321,6 +321,14 @@ def read_file(location: str) -> bytes:
         return bytes(obstore.get(*_find(location)).bytes())
 
 
+def modified(location: str) -> float:
+    """When one file was written, as a POSIX time; FileNotFoundError if there is none."""
+    if not is_remote(location):
+        return Path(location).stat().st_mtime
+    with _reporting(f"look at {location}") as obstore:
+        return obstore.head(*_find(location))["last_modified"].timestamp()
+
+
 def remove_file(location: str) -> None:
     """Delete one file, if it is there."""
     if not is_remote(location):

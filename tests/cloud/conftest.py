@@ -38,3 +38,8 @@ def postgres(postgres_url) -> Iterator[str]:
     yield postgres_url.replace("/postgres?", f"/{name}?")
     with psycopg.connect(postgres_url, autocommit=True) as db:
         db.execute(f"DROP DATABASE {name} WITH (FORCE)")  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=["disk", "s3"])
+def root(request, tmp_path) -> str:
+    return str(tmp_path / "store") if request.param == "disk" else request.getfixturevalue("s3")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import psycopg
 import pytest
 
+from tests.cloud.shared_services import LEASE, dead, end, member, stall
 from tests.service.harness import MODEL, User, config, datum, serving, until
 from tinkex import store
 from tinkex.engine.fake import FakeEngine
@@ -23,41 +21,6 @@ from tinkex.types import checkpoints, sessions, training
 from tinkex.wire import ops
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
-LEASE = 1.0
-
-
-@pytest.fixture(params=["disk", "s3"])
-def root(request, tmp_path) -> str:
-    return str(tmp_path / "store") if request.param == "disk" else request.getfixturevalue("s3")
-
-
-@asynccontextmanager
-async def member(home: Path, postgres: str, root: str, **changes) -> AsyncIterator[Service]:
-    changes = {"lease": LEASE, **changes}
-    async with serving(home, ledger=postgres, store=root, **changes) as service:
-        yield service
-
-
-async def dead(home: Path, postgres: str, root: str, **changes) -> Service:
-    """A service that its test never stops; `stall` makes it a process that is not scheduled any more."""
-    service = Service(config(home, ledger=postgres, store=root, lease=LEASE, **changes), FakeEngine)
-    await service.start()
-    return service
-
-
-def stall(service: Service) -> None:
-    assert service.peers is not None
-    assert service.peers._keeping is not None
-    service.peers._keeping.cancel()
-
-
-async def end(service: Service) -> None:
-    """What a killed process does by itself: its threads, files and connections go away."""
-    await service.runs.stop()
-    service.disk.close()
-    service.ledger.close()
-    assert service.peers is not None
-    service.peers.close()
 
 
 async def test_a_session_is_its_owners_and_everybody_sees_what_was_acknowledged(tmp_path, postgres, root):

@@ -17,6 +17,7 @@ import click
 
 from tinkex.cli.output import Finite, format_option, note, plural, show
 from tinkex.config import Settings
+from tinkex.store import read_location
 
 if TYPE_CHECKING:
     from tinkex.service.ledger import Ledger
@@ -137,16 +138,26 @@ def revoke(key: str, home: Path, url: str) -> None:
     "--owner", default="repaired", show_default=True,
     help="Whose the runs will be that only their directories tell of; in embedded mode: local.",
 )  # fmt: skip
+@click.option(
+    "--store", default="", metavar="LOCATION",
+    help="The server's --store, if it has one: s3://BUCKET/PREFIX, gs://…, az://…, or a directory.",
+)  # fmt: skip
+@_shared
 @_home
-def repair(owner: str, home: Path) -> None:
+def repair(owner: str, store: str, url: str, home: Path) -> None:
     """Rebuild a lost or damaged ledger, and say what is lost.
 
-    It takes what the old file still holds, then what the run directories tell. The old file is kept. Stop the
-    server first. `tinkex server keys add NAME --owner OWNER` makes a key for what was found.
+    It takes what the old file still holds, then what the run directories tell, and the store if one is given.
+    The old file is kept. With --ledger, a Postgres database is given the rows that it lacks of what the store
+    has. Stop the servers first. `tinkex server keys add NAME --owner OWNER` makes a key for what was found.
     """
     from tinkex.service.repair import repair as rebuild
+    from tinkex.service.repair_store import repair_shared
 
-    for line in rebuild(home, owner):
+    if url and not store:
+        raise click.UsageError("--ledger needs --store: run directories of a shared ledger are nowhere else")
+    location = read_location(store) if store else ""
+    for line in repair_shared(url, location, owner) if url else rebuild(home, owner, location):
         click.echo(line)
 
 

@@ -17,7 +17,7 @@ from tinkex.service.rows import SamplerRow
 from tinkex.service.saved_files import SavedFiles
 from tinkex.store import directory_bytes
 
-MAX_ADAPTERS = 64  # however small they are
+MAX_ADAPTERS = 1024  # however small they are
 SHARE = 0.5  # of the memory planned for adapters
 
 

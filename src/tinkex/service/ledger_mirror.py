@@ -70,11 +70,11 @@ class MirroredLedger(Ledger):
                 self._unsent.clear()
             raise
 
-    def add_session(self, row: SessionRow) -> None:
-        """A session is its maker's from the beginning."""
+    def add_session(self, row: SessionRow, server: str = "") -> None:
+        """A session is its maker's from the beginning, unless it is said to be another server's."""
         with self.transaction():
             super().add_session(row)
-            self._insert(LeaseRow, vars(LeaseRow(row.session_id, self._server, 1)))
+            self._insert(LeaseRow, vars(LeaseRow(row.session_id, server or self._server, 1)))
 
     # -- following ---------------------------------------------------------------------------------------
 

@@ -261,6 +261,31 @@ class SharedDatabase:
 
         self._patiently(work)
 
+    def rebuild(self, statements: Sequence[Statement], ended: Sequence[str]) -> None:
+        """Commit rebuilt rows, with servers that have ended; whoever starts takes over from the first.
+
+        With it from the others, whose logs are read in this order.
+        """
+
+        def work(db: Connection[tuple[Any, ...]]) -> None:
+            for sql, values in statements:
+                db.execute(translate(sql), [_value(value) for value in values])  # type: ignore[arg-type]
+            for number, server in enumerate(ended):
+                db.execute(
+                    "INSERT INTO servers (server, url, expires_at, fenced, taken_by, fenced_at) "
+                    "VALUES (%s, '', clock_timestamp(), %s, %s, "
+                    "clock_timestamp() - make_interval(days => 1, secs => %s)) "
+                    "ON CONFLICT DO NOTHING",
+                    [server, number > 0, ended[0] if number else "", len(ended) - number],
+                )
+
+        self._patiently(work)
+
+    def live(self) -> list[str]:
+        """The servers that hold their leases."""
+        sql = "SELECT url FROM servers WHERE NOT fenced AND expires_at > clock_timestamp() ORDER BY url"
+        return self._patiently(lambda db: [url for (url,) in db.execute(sql).fetchall()])
+
     def _batch_of(self, server: str) -> int | None:
         def ask(db: Connection[tuple[Any, ...]]) -> int | None:
             found = db.execute(

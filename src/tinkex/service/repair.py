@@ -18,6 +18,7 @@ from tinkex.service.group_commit import LOG, replay
 from tinkex.service.home import Home
 from tinkex.service.ledger import FILES, Ledger, salvage
 from tinkex.service.ledger_file import LedgerError
+from tinkex.service.repair_store import from_store
 from tinkex.service.rows import CheckpointRow, RunRow, SessionRow
 from tinkex.service.runs.journal import restore
 from tinkex.service.runs.segments import JournalError
@@ -31,8 +32,8 @@ LOST = (
 )
 
 
-def repair(root: Path, owner: str) -> Iterator[str]:
-    """Repair a home that no process serves; yields what was done, line by line.
+def repair(root: Path, owner: str, location: str = "") -> Iterator[str]:
+    """Repair a home that no process serves, and its store's rows; yields what was done, line by line.
 
     >>> for line in repair(Path("~/.tinkex").expanduser(), owner="ann"):     # doctest: +SKIP
     ...     print(line)
@@ -48,8 +49,11 @@ def repair(root: Path, owner: str) -> Iterator[str]:
                 file.rename(file.with_suffix(f".damaged-{time.strftime('%Y%m%d-%H%M%S')}"))
                 yield f"{file} has another name now, and the server starts without it"
         try:
-            Ledger(place).close()
-            yield f"{place} is whole: nothing was changed in it"
+            with closing(Ledger(place)) as ledger:
+                if location:
+                    yield from from_store(ledger, location, owner)
+                else:
+                    yield f"{place} is whole: nothing was changed in it"
             return
         except LedgerError as error:
             yield str(error)
@@ -62,6 +66,8 @@ def repair(root: Path, owner: str) -> Iterator[str]:
         with closing(Ledger(place, new=True)) as ledger:
             yield from salvage(aside / FILES[0], ledger)
             yield from _from_directories(home, ledger, owner)
+            if location:
+                yield from from_store(ledger, location, owner)
         yield LOST
         if (root / Ledger.KEYED).exists():
             yield "this server had keys, so it accepts none but those listed by `tinkex server keys list`"

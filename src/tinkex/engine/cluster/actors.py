@@ -58,6 +58,7 @@ class StoredExport:
     lora: LoraConfig
     nbytes: int
     saved: Location | None
+    run: str = ""  # whose adapter it was
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,9 @@ class TrainerActor(EngineActor):
         try:
             result = await asyncio.wrap_future(self._engine.trainer.submit(command))
             if isinstance(command, ExportAdapter):
-                result = StoredExport([ray.put(result)], result.lora, result.nbytes, command.saved)
+                result = StoredExport(
+                    [ray.put(result)], result.lora, result.nbytes, command.saved, command.run
+                )
             elif isinstance(command, ReadGradients):
                 result = [None if result is None else ray.put(result)]
         except Exception as error:

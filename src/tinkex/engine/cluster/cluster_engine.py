@@ -12,8 +12,10 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -37,9 +39,14 @@ from tinkex.engine.protocol import (
 )
 
 log = logging.getLogger("tinkex")
+A, T = TypeVar("A"), TypeVar("T")
 PATIENCE = 120.0  # seconds for the cluster to make room for the actors
 BEAT = 0.5  # seconds between two looks at the samplers
-MAX_FAILURES = 3  # attempts in a row to build a sampler, before the engine is given up
+MAX_FAILURES = 3  # attempts in a row to build a trainer or a sampler, before the engine is given up
+
+
+class ActorDied(EngineError):
+    """A process ended while its engine was made: by itself, or with its node."""
 
 
 class TrainerPart:
@@ -78,10 +85,12 @@ class ClusterEngine:
         try:
             first = self._start_trainer(0)
             samplers = [(self._start(SamplerActor, b), b) for b in self._sampler_bundles()]
-            self._parts[0] = self._part(0, first)
+            self._parts[0] = self._insist(lambda: self._start_trainer(0), lambda a: self._part(0, a), first)
             self.info = self._parts[0].info
             for actor, bundle in samplers:
-                self._join(actor, bundle)
+                self._insist(
+                    partial(self._start, SamplerActor, bundle), partial(self._join, bundle=bundle), actor
+                )
         except BaseException:
             self.sampler.close()
             remove_placement_group(self._group)
@@ -100,7 +109,8 @@ class ClusterEngine:
         with self._building[index]:
             part = self._parts.get(index)
             if part is None or part.trainer.trouble:
-                part = self._parts[index] = self._part(index, self._start_trainer(index))
+                part = self._insist(partial(self._start_trainer, index), partial(self._part, index))
+                self._parts[index] = part
             if self._closed:
                 part.close()
                 raise EngineLost(CLOSED)
@@ -158,11 +168,26 @@ class ClusterEngine:
                 raise found
             return found
         except RayError as error:
-            raise EngineError(f"an actor died while it was made: {error}") from error
+            raise ActorDied(f"an actor died while it was made: {error}") from error
         except EngineError:
             with contextlib.suppress(RayError):
                 ray.kill(actor)
             raise
+
+    def _insist(self, start: Callable[[], A], finish: Callable[[A], T], started: A | None = None) -> T:
+        """Make something of actors; once more with new ones if they die meanwhile.
+
+        Ray may place an actor on a node that is gone, before it knows that.
+        """
+        for left in reversed(range(MAX_FAILURES)):
+            actors, started = start() if started is None else started, None
+            try:
+                return finish(actors)
+            except ActorDied as error:
+                if not left:
+                    raise
+                log.warning("%s of %s: trying again", error, self._config.name or self._config.model)
+        raise AssertionError
 
     def _start_trainer(self, index: int) -> list[Any]:
         """The processes of one trainer, being made."""

@@ -2,8 +2,9 @@
 
 A request whose sampler died before it answered anything is sent to another one; it waits while there is none.
 A stream of which something was delivered ends with EngineLost instead. Files of adapters are checked on one
-sampler when they are published; other samplers load an adapter when it is first used there. A lock guards
-everything: any event loop and any thread may call.
+sampler when they are published; other samplers load an adapter when it is first used there. Samplers that
+have a run's last adapter load its next one at once: they will be asked for it. A lock guards everything: any
+event loop and any thread may call.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class SamplerPool:
         self.capacity, self._changed = capacity, changed
         self.samplers: dict[int, RemoteSampler] = {}
         self._published: dict[str, Stored | Location] = {}
+        self._latest: dict[str, str] = {}  # by run, the last of its adapters that a trainer exported
+        self._loading: set[asyncio.Task[None]] = set()  # adapters that nobody has asked for yet
         self._retiring: dict[str, Stored | Location | None] = {}  # those that requests still use
         self._users = Counter[str]()  # requests, by adapter
         self._unused: dict[str, list[Future[None]]] = {}  # who waits for the last of them
@@ -119,9 +122,7 @@ class SamplerPool:
         if name in self._published:
             return
         if isinstance(source, RemoteExport):  # of one of our trainers: it fits, and samplers pull it together
-            with self._lock:
-                self._published.setdefault(name, source.stored)
-            return
+            return self._publish_export(name, source.stored)
         stored = await asyncio.to_thread(_stored, source)
         with self._lock:
             self._published.setdefault(name, stored)
@@ -136,11 +137,27 @@ class SamplerPool:
                 self._published.pop(name, None)
             raise
 
+    def _publish_export(self, name: str, stored: StoredExport) -> None:
+        with self._lock:
+            self._published.setdefault(name, stored)
+            before, self._latest[stored.run] = self._latest.get(stored.run), name
+            following = [sampler for sampler in self.samplers.values() if before in sampler.adapters]
+        for sampler in following:
+            task = asyncio.get_running_loop().create_task(self._have_early(sampler, name))
+            self._loading.add(task)
+            task.add_done_callback(self._loading.discard)
+
+    async def _have_early(self, sampler: RemoteSampler, name: str) -> None:
+        with contextlib.suppress(EngineError, SamplerLost):  # whoever asks for it tries again
+            await self._have(sampler, name)
+
     async def retire(self, name: str) -> None:
         self._check_open()
         unused: Future[None] = Future()
         with self._lock:
             source = self._published.pop(name, None)
+            if isinstance(source, StoredExport) and self._latest.get(source.run) == name:
+                del self._latest[source.run]
             if self._users[name]:
                 self._retiring[name] = source
                 self._unused.setdefault(name, []).append(unused)

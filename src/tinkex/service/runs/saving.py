@@ -7,6 +7,7 @@ a crash before its outcome was recorded, a save gives what the first time would 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from collections.abc import Callable
@@ -65,17 +66,28 @@ class Saves:
         if kept is not None and (kept.adapter_dir or "").partition(TAG)[0] != place.partition(TAG)[0]:
             raise EngineError(f"sampler {sampler_id} exists already: use another number", "user")
         self.home.check_disk()
-        if kept is None or not self.files.in_store:  # else the first time wrote it, in its place for good
-            command = SaveAdapter(run.run_id, "", overwrite=True, sync=self.disk.power, sampling=True)
-            size = await _write(self.files, engine, place, command)
-            self.home.count(run.owner, size)
-            await self._must_fit(place, run.owner)
         written = kept.adapter_dir if kept is not None and self.files.in_store else place
         saved = self.files.location(written or place)
         exported = await execute(engine, protocol.ExportAdapter(run.run_id, saved))
-        await self.adapters.of(engine).add(sampler, exported)
+        # Samplers take it while it is written. Nobody can name it before the row exists.
+        adapters = self.adapters.of(engine)
+        publishing = asyncio.ensure_future(adapters.add(sampler, exported))
+        try:
+            if kept is None or not self.files.in_store:  # else the first time wrote it, in its place for good
+                await self._write_sampler(engine, run, place)
+            await publishing
+        except BaseException:
+            await asyncio.gather(publishing, return_exceptions=True)
+            with contextlib.suppress(EngineError):
+                await adapters.remove(sampler_id)
+            raise
         self.ledger.add_sampler(sampler)
         return sampler_id
+
+    async def _write_sampler(self, engine: Engine, run: RunRow, place: str) -> None:
+        command = SaveAdapter(run.run_id, "", overwrite=True, sync=self.disk.power, sampling=True)
+        self.home.count(run.owner, await _write(self.files, engine, place, command))
+        await self._must_fit(place, run.owner)
 
     async def save(self, engine: Engine, run: RunRow, work: Execution) -> Any:
         """Write the files, then the row."""
