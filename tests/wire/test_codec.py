@@ -99,7 +99,8 @@ def test_a_plain_datum_is_read_as_any_other():
         assert not one.values_np.flags.writeable
     wrong = [
         _message(tokens=b"\1\0\0"), _message(tokens=b"\xff\xff\xff\xff"),
-        _message(x=pb.Tensor(dtype=pb.DTYPE_INT64, dense=b"123")), _message(x=pb.Tensor(dtype=99, dense=ints)),
+        _message(x=pb.Tensor(dtype=pb.DTYPE_INT64, dense=b"123")),
+        _message(x=pb.Tensor(dtype=99, dense=ints)),
         _message(x=pb.Tensor(dtype=pb.DTYPE_INT64, dense=ints, shape=[5])),
         _message(x=pb.Tensor(dtype=pb.DTYPE_INT64, dense=ints, shape=[-6, -1])),
     ]  # fmt: skip
