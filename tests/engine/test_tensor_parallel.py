@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.engine.thread_ranks import ThreadShards, threaded
 from tests.engine.tiny import tiny_model
@@ -39,7 +40,7 @@ from tinkex.engine.protocol import (
 )
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.engine.torch.load import load_decoder, read_config
+from tinkex.engine.torch.load import fill, load_decoder, read_config, read_tensors
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.tensor_parallel.sharding import LoadedPart, local_config
@@ -239,6 +240,24 @@ def test_a_rank_has_its_part_of_the_weights(family: str, tmp_path: Path) -> None
     for tensor, most in ((2, 0.55), (4, 0.32)):
         sizes = parts_of(path, tensor, lambda decoder, part, shards: decoder.weight_bytes)
         assert max(sizes) <= most * whole
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe", "qwen3_5"])
+def test_a_rank_has_one_tensor_of_the_whole_model_at_a_time(family: str, tmp_path: Path) -> None:
+    path, kept = tiny_model(tmp_path, family), []
+
+    def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, stored in read_tensors(path):
+            tensor = stored.clone()
+            kept.append(StorageWeakRef(tensor.untyped_storage()))
+            yield name, tensor
+            del tensor, stored
+            assert sum(not one.expired() for one in kept) <= 2, "this one, and what the caller's loop holds"
+
+    part = LoadedPart(ThreadShards.group(2)[1])
+    fill(read_config(path), one_by_one(), "cpu", torch.float32, source=path, part=part)
+    assert len(kept) > 20
+    assert all(one.expired() for one in kept)
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe", "qwen3_5"])

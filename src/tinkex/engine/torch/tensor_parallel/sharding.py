@@ -279,7 +279,8 @@ class LoadedPart:
             head = tensor.reshape(-1, tensor.shape[-1])[0, :16]
         else:
             head = tensor.rows(0, 1)[0, :16]
-        self._heads[name] = tensor.shape, head.to("cpu", dtype if isinstance(tensor, Tensor) else None)
+        head = head.to("cpu", dtype if isinstance(tensor, Tensor) else None, copy=True)  # not a view of it
+        self._heads[name] = tensor.shape, head
         cut = self.plan.cut(name)
         piece = None if cut is None else taken(tensor, cut)
         if isinstance(place, tuple):
