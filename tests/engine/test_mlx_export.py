@@ -25,7 +25,11 @@ pytestmark = pytest.mark.slow
 mx = pytest.importorskip("mlx.core")
 mlx_lm = pytest.importorskip("mlx_lm")
 IDS = [5, 9, 200, 31, 7, 7, 120, 64, 3]
-FAMILIES = ("llama3", "smollm2", "mistral", "qwen2", "qwen3", "gemma3", "phi4", "granite3", "qwen3_moe")
+FAMILIES = (
+    "llama2", "llama3", "smollm2", "smollm3", "mistral", "ministral3", "mixtral", "qwen2", "qwen3",
+    "qwen3_moe", "qwen3_next", "gemma3", "phi4", "granite3", "glm4", "glm4_moe_lite", "deepseek_v3", "olmo3",
+    "olmoe", "nemotron3",
+)  # fmt: skip
 
 
 def adapted(tmp_path: Path, family: str, **shape: Any) -> tuple[Path, Path]:
