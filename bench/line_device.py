@@ -154,14 +154,20 @@ def first_and_second(client: Talker, options: argparse.Namespace) -> Figures:
 
 
 def stalls(client: Talker, options: argparse.Namespace) -> Figures:
-    """The longest that a number of requests takes the first time beyond the second time."""
-    found = {}
-    for count in options.counts:
+    """The longest that a number of requests takes the first time beyond the second time.
+
+    `noise_ms`: the same of the worst number once more, when nothing of it is new.
+    """
+
+    def beyond(count: int) -> float:
         given = work(options) | {"prompts": count, "samples": 1, "tokens": min(16, options.tokens)}
         first, second, third = (client.ask("sample", **given)["seconds"] for _ in range(3))
-        found[count] = max(0.0, first - min(second, third))
+        return max(0.0, first - min(second, third))
+
+    found = {count: beyond(count) for count in options.counts}
     worst = max(found, key=lambda count: found[count])
-    return {"stall_ms": 1e3 * found[worst], "stall_at": worst, "seconds": found}
+    noise = beyond(worst)
+    return {"stall_ms": 1e3 * found[worst], "stall_at": worst, "noise_ms": 1e3 * noise, "seconds": found}
 
 
 def rounds(client: Talker, options: argparse.Namespace, before: int = 1) -> Figures:
@@ -273,6 +279,7 @@ def table(found: Figures, options: argparse.Namespace) -> list[Figures]:
         found["stalls.stall_ms"],
         most=100,
     )
+    add("  the same number once more: noise, ms", found["stalls.noise_ms"])
     add("ready, s: with a cold cache", found["warm.ready"], found["cold.ready"])
     add("first step after ready - second, s (cold)", found["cold.first_step"])
     add("first sample after ready - second, s (cold)", found["cold.first_sample"])
