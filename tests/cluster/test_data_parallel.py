@@ -95,6 +95,8 @@ def test_steps_of_runs_of_any_rank_are_those_of_one_process(
         assert first.keys() == second.keys()
         for name, expected in first.items():
             np.testing.assert_allclose(second[name], expected, rtol=2e-4, atol=2e-6, err_msg=name)
+            apart = np.linalg.norm(second[name] - expected) / np.linalg.norm(expected)
+            assert apart <= 1e-5, f"{name}: {apart}"
 
 
 def test_every_process_has_what_the_first_one_saves(engines: tuple[Engine, Engine], tmp_path: Path) -> None:
