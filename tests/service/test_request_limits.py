@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from tests.service.harness import Failed, User, datum, serving
+from tests.service.harness import Failed, User, datum, killed_copy, serving
 from tinkex.engine.protocol import EngineConfig
 from tinkex.errors import InvalidInputError
 from tinkex.service import samplers
@@ -211,7 +211,24 @@ async def test_passes_that_wait_take_bounded_memory_of_each_user(home: Path):
         await cid.result(alone)
         await bob.forward_backward(mine, 1)
         await bob.result(f"{mine}#3")
-        assert service.training._queued.users == {}
+        assert service.runs.queued.users == {}
+
+
+async def test_passes_that_wait_again_after_a_restart_take_room(home: Path):
+    limit = int(2.5 * datum(1).nbytes)
+    async with serving(home, queue_memory_per_user=limit) as service:
+        user = User(service)
+        run = await user.run()
+        waiting = [await user.forward_backward(run, seq_id) for seq_id in (2, 3)]  # the first is missing
+        copy = killed_copy(home)
+    async with serving(copy, queue_memory_per_user=limit) as service:
+        user = User(service)
+        with pytest.raises(Refusal, match=r"bytes of passes .* of one user"):
+            await user.forward_backward(run, 4)
+        await user.forward_backward(run, 1)
+        for promise in waiting:
+            await user.result(promise)
+        assert service.runs.queued.users == {}
 
 
 async def test_a_pass_that_fails_or_is_not_journaled_gives_its_room_back(
@@ -222,11 +239,11 @@ async def test_a_pass_that_fails_or_is_not_journaled_gives_its_room_back(
         run = await user.run()
         with pytest.raises(Failed):
             await user.result(await user.forward_backward(run, 1, datum(1), loss_fn="importance_sampling"))
-        assert service.training._queued.users == {}
+        assert service.runs.queued.users == {}
         monkeypatch.setattr(Journal, "accept", _full)
         with pytest.raises(Refusal, match="not accepted"):
             await user.forward_backward(run, 2)
-        assert service.training._queued.users == {}
+        assert service.runs.queued.users == {}
 
 
 def _full(journal: Journal, entry: Any) -> None:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from tinkex.service.access import Access
@@ -26,7 +24,7 @@ from tinkex.service.futures import Futures, failure
 from tinkex.service.group_commit import GroupCommit
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
-from tinkex.service.refusal import Caller, InUse, Refusal
+from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rows import CheckpointRow, RunRow
 from tinkex.service.runs.execution import REFUSED, Unreadable
 from tinkex.service.runs.journal import JournalEntry, JournalFullError
@@ -57,10 +55,6 @@ class TrainingRequests:
     models: ServedModels
     futures: Futures
     runs: RunManager
-
-    def __post_init__(self) -> None:
-        limits = (self.config.queue_memory_per_user or math.inf), (self.config.queue_memory or math.inf)
-        self._queued = InUse("bytes of passes that wait to be executed", *limits)
 
     # -- operations --------------------------------------------------------------------------------------
 
@@ -214,9 +208,7 @@ class TrainingRequests:
         owner, size = run.row.owner, 0
         if isinstance(request, ForwardBackwardRequest):  # others are small
             size = await off_loop(request, size_of)
-        if size:
-            self._take_room(run, seq_id, size)
-        release = partial(self._queued.give_back, owner, size) if size else None
+        release = self.runs.take_room(run, seq_id, size) if size else None
         try:
             entry = await self._journal(run, seq_id, request, digest, size)
         except BaseException:
@@ -227,20 +219,6 @@ class TrainingRequests:
         future.mark, future.release = self.disk.mark(), release
         self.runs.schedule(run, entry, future)
         return UntypedAPIFuture(entry.request_id, run.id)
-
-    def _take_room(self, run: Run, seq_id: int, size: int) -> None:
-        """Count a pass that will wait in memory; Refusal 429 if its owner has no room for it now.
-
-        An owner's only pass is always accepted. One that later requests of its run wait for has twice the
-        room: if it was refused for long, its place would be given up.
-        """
-        owner = run.row.owner
-        try:
-            self._queued.take(owner, size, 1 if owner in self._queued.users else math.inf)
-        except Refusal:
-            if seq_id > max(run.queue.waiting, default=-1):
-                raise
-            self._queued.take(owner, size, 2)
 
     async def _journal(self, run: Run, seq_id: int, request: Any, digest: bytes, size: int) -> JournalEntry:
         if size and self.home.limited:

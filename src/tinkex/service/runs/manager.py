@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 from tinkex.engine.protocol import EngineLost
@@ -22,16 +24,18 @@ from tinkex.service.futures import Future, Futures, QueueState, failure, run_of
 from tinkex.service.group_commit import GroupCommit
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
-from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.refusal import Caller, InUse, Refusal
 from tinkex.service.rows import RunRow
 from tinkex.service.runs.execution import Barriers, Past, Unreadable, plan
 from tinkex.service.runs.journal import Journal, JournalEntry, JournalError, Restored, delete, restore
 from tinkex.service.runs.lifecycle import Run, RunState
 from tinkex.service.runs.partition import choose_trainer
+from tinkex.service.runs.request_content import size_of
 from tinkex.service.runs.snapshots import Snapshots
 from tinkex.service.runs.training_loop import TrainingLoop, TrainingObserver
 from tinkex.service.scheduler import Scheduler
 from tinkex.service.served_models import ServedModel, ServedModels
+from tinkex.types.training import ForwardBackwardRequest
 
 log = logging.getLogger("tinkex.service")
 
@@ -51,6 +55,8 @@ class RunManager:
     observers: Sequence[TrainingObserver]
 
     def __post_init__(self) -> None:
+        limits = (self.config.queue_memory_per_user or math.inf), (self.config.queue_memory or math.inf)
+        self.queued = InUse("bytes of passes that wait to be executed", *limits)
         self._runs: dict[str, Run] = {}
         self._opening: dict[str, asyncio.Task[Run]] = {}
         self._loops: dict[ServedModel, TrainingLoop] = {}  # one per trainer
@@ -181,9 +187,33 @@ class RunManager:
         for entry in restored.entries:
             i = entry.request_id
             past = Past(entry.seq_id in may_be_done, i in restored.done, restored.tries.get(i, 0))
-            self.schedule(run, entry, self._future(run, entry, restored), past)
+            future = self._future(run, entry, restored)
+            self._count(entry, future)
+            self.schedule(run, entry, future, past)
         queue.give_up(max(done, default=0), time.monotonic())  # gaps below were given up before
         return run
+
+    def take_room(self, run: Run, seq_id: int, size: int) -> Callable[[], None]:
+        """Count a pass that will wait in memory; Refusal 429 if its owner has no room for it now.
+
+        What is returned gives the room back. An owner's only pass is always accepted. One that later requests
+        of its run wait for has twice the room: if it was refused for long, its place would be given up.
+        """
+        owner = run.row.owner
+        try:
+            self.queued.take(owner, size, 1 if owner in self.queued.users else math.inf)
+        except Refusal:
+            if seq_id > max(run.queue.waiting, default=-1):
+                raise
+            self.queued.take(owner, size, 2)
+        return partial(self.queued.give_back, owner, size)
+
+    def _count(self, entry: JournalEntry, future: Future) -> None:
+        """A pass that waits in memory again takes room as it did before, whatever the limits are now."""
+        waits = isinstance(entry.request, ForwardBackwardRequest) and not future.done
+        if waits and future.release is None and (size := size_of(entry.request)):
+            self.queued.take(future.owner, size, math.inf)
+            future.release = partial(self.queued.give_back, future.owner, size)
 
     def _future(self, run: Run, entry: JournalEntry, restored: Restored) -> Future:
         """The future of a journaled request, resolved if it has an outcome. This process may have it."""
