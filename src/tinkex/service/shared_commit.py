@@ -119,7 +119,5 @@ class SharedCommit(GroupCommit):
             self._commits.begin_anew([piece for path in paths for piece in self._pieces(path, 0)])
 
     def close(self) -> None:
-        if self._pause is not None:
-            self._pause.cancel()
-        self._rounds.shutdown()
+        self._end_rounds()
         self._threads.shutdown()
