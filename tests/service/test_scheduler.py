@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -335,3 +336,30 @@ def test_nothing_waits_beside_a_barrier_or_in_a_full_batch():
     scheduler.next_batch(8.002)
     scheduler.submit(step("b", 5), 8.002)
     assert scheduler.wait_until(8.002) is None
+
+
+def test_an_owner_with_long_barriers_takes_half_of_the_time():
+    """One creates runs of a large rank without end; another sends its next pass 5 ms after its last step."""
+    scheduler, now, spent = Scheduler(), 0.0, {"flood": 0.0, "honest": 0.0}
+    scheduler.open("honest", "honest")
+    sent, arrives, created = 0, 0.0, 0
+    while now < 60:
+        if arrives <= now:
+            scheduler.submit(work("honest", sent + 1, tokens=256), arrives)
+            scheduler.submit(step("honest", sent + 2), arrives)
+            sent, arrives = sent + 2, math.inf
+        if not any(run.startswith("flood") for run in scheduler.order()[1]):
+            created += 1
+            scheduler.open(f"flood{created}", "flood", 0)
+            scheduler.submit(work(f"flood{created}", 0, is_pass=False), now)
+        if (until := scheduler.wait_until(now)) is not None:
+            now = min(until, arrives)
+            continue
+        for item in (batch := scheduler.next_batch(now)):
+            who = "honest" if item.run_id == "honest" else "flood"
+            took = 0.3 if who == "flood" else 0.075 if item.is_pass else 0.005
+            now, spent[who] = now + took, spent[who] + took
+            scheduler.done(item, now)
+        if batch[0].run_id == "honest" and not batch[0].is_pass:
+            arrives = now + 0.005
+    assert 0.45 < spent["honest"] / now < 0.55

@@ -6,8 +6,9 @@ served fairly, by tokens; of the runs of one owner, the one that waited longest 
 
 A round is some barriers (steps, saves, loads), then one micro-batch of passes: of a batch under way, or the
 first one of a new batch. Barriers come first, because each one done may make a pass ready that can join the
-batch. An owner is charged for each micro-batch, so one with small passes does not wait for a huge one to end;
-tokens that take longer than the usual, as those of long datums do, are charged more.
+batch; but one that takes long waits while an owner who was served less has anything ready. An owner is
+charged for each micro-batch, so one with small passes does not wait for a huge one to end; tokens that take
+longer than the usual, as those of long datums do, are charged more, and barriers by the time they take.
 
 Runs that train step by step send their next request a few milliseconds after their last result. So that they
 share a batch and its fixed cost, one waits for runs that are due (judged by their last pause): for at most
@@ -23,6 +24,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+
+from tinkex.service.barrier_costs import LONG, BarrierCosts
 
 BATCH_TOKENS = 65536  # of passes executed together
 SHARED_TOKENS = 512  # with which any owner may join a batch; with more only if its first owner has as many
@@ -152,6 +155,7 @@ class Scheduler:
         self._weight: float | None = None  # how much its tokens count, once that is known
         self._usual: float | None = None  # seconds that a token takes
         self._barriers: defaultdict[str, int] = defaultdict(int)  # this round, by owner
+        self._costs = BarrierCosts()
         self._turns = itertools.count(1)
         self._began = 0.0  # the last micro-batch
         self._patience = 0.0  # how long the next batch may wait
@@ -168,6 +172,7 @@ class Scheduler:
         if queue is not None and not any(other.owner == queue.owner for other in self._runs.values()):
             self._served.pop(queue.owner, None)
             self._took.pop(queue.owner, None)
+            self._costs.forget(queue.owner)
 
     def withdraw(self, run: str, now: float) -> list[list[QueuedRequest]]:
         """Forget what a run has waiting, and the batches under way that are its alone; returns those."""
@@ -226,15 +231,18 @@ class Scheduler:
     def wait_until(self, now: float) -> float | None:
         """Until when to delay the next micro-batch, because passes are about to come; None: begin now."""
         heads = self._heads()
-        if not all(head.is_pass for head in heads) or not (chosen := self._chosen(heads)):
+        barriers = [head for head in heads if not head.is_pass and not self._must_wait(head, heads)]
+        if not all(map(self._is_long, barriers)) or not (chosen := barriers or self._chosen(heads)):
             return None
         self._ready_since = now if self._ready_since is None else self._ready_since
         end = self._ready_since + self._patience
         begins = chosen not in self._under_way and sum(head.tokens for head in heads) < self.batch_tokens
+        begins = begins and not barriers
         if begins and now < end and any(queue.is_due(now, end) for queue in self._runs.values()):
             return end
         owner = self._least_served(chosen)
-        end = self._ready_since + min(TURN_PATIENCE, self._took.get(owner, 0.0) / PART)
+        took = self._costs.expected(owner, chosen[0].shares) if barriers else self._took.get(owner, 0.0)
+        end = self._ready_since + min(TURN_PATIENCE, took / PART)
         served = self._served[owner]
         behind = (q for q in self._runs.values() if max(self._served[q.owner], self._level) < served)
         end = min(end, max((queue.overdue_at(end, 2.0) for queue in behind), default=0.0))
@@ -247,8 +255,13 @@ class Scheduler:
         """
         heads = sorted(self._heads(), key=lambda head: self._runs[head.run_id].turn)
         if barriers := self._next_barriers(heads):
+            if self._is_long(barriers[0]):
+                self._ready_since = None
+                self._level = max(self._level, self._served[self._owner(barriers[0])])
+            self._costs.begin(now, len(barriers))
             return self._begin(barriers)
         self._barriers.clear()
+        self._costs.begin_round()
         chosen = self._chosen(heads)
         if heads and not chosen:  # every owner had had its barriers of this round
             return self.next_batch(now)
@@ -311,7 +324,7 @@ class Scheduler:
     def _next_barriers(self, heads: list[QueuedRequest]) -> list[QueuedRequest]:
         """The next barrier; if it shares, also those that follow it and share."""
         chosen: list[QueuedRequest] = []
-        ready = [head for head in heads if not head.is_pass]
+        ready = [head for head in heads if not head.is_pass and not self._must_wait(head, heads)]
         while ready := [w for w in ready if self._barriers[self._owner(w)] < BARRIERS_A_ROUND]:
             barrier = min(ready, key=lambda w: (self._barriers[self._owner(w)], self._served[self._owner(w)]))
             if chosen and not barrier.shares:
@@ -322,6 +335,15 @@ class Scheduler:
                 break
             ready = [work for work in ready if work is not barrier]
         return chosen
+
+    def _is_long(self, barrier: QueuedRequest) -> bool:
+        return self._costs.expected(self._owner(barrier), barrier.shares) >= LONG
+
+    def _must_wait(self, barrier: QueuedRequest, heads: list[QueuedRequest]) -> bool:
+        """Does it take long, and has an owner who was served less anything ready?"""
+        served = self._served[self._owner(barrier)]
+        ready = itertools.chain(heads, *self._under_way)
+        return self._is_long(barrier) and any(self._served[self._owner(work)] < served for work in ready)
 
     def _fill(self, heads: list[QueuedRequest]) -> list[QueuedRequest]:
         """Passes up to the token budget, least served owner first; a run's next pass may follow its first."""
@@ -366,6 +388,9 @@ class Scheduler:
         if queue is not None:
             if work.is_pass:
                 self._charge(work, 1.0, now)
+            else:
+                seconds = self._costs.end(queue.owner, work.shares, now)
+                self._served[queue.owner] += seconds / self._usual if self._usual else 0.0
             queue.running -= 1
             queue.watch_gap(now)
             if queue.idle:
