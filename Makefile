@@ -44,7 +44,7 @@ test: setup      ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not browser' $(ARGS)
 
 test-browser: setup  ## the console in a real Chromium, one test at a time
-	$(BIN)/python -m pytest -n 0 tests/server/test_console_browser.py tests/server/test_console_waits_browser.py $(ARGS)
+	$(BIN)/python -m pytest -n 0 tests/server/test_console_browser.py tests/server/test_console_waits_browser.py tests/server/test_admin_browser.py $(ARGS)
 
 test-again: setup  ## what failed in the last run, if it was at most three tests, one at a time
 	$(BIN)/python -c 'import json; exit(len(json.load(open(".pytest_cache/v/cache/lastfailed"))) > 3)'

@@ -245,7 +245,8 @@ class Scheduler:
         end = self._ready_since + min(TURN_PATIENCE, took / PART)
         served = self._served[owner]
         behind = (q for q in self._runs.values() if max(self._served[q.owner], self._level) < served)
-        end = min(end, max((queue.overdue_at(end, 2.0) for queue in behind), default=0.0))
+        times = 4.0 if barriers else 2.0
+        end = min(end, max((queue.overdue_at(end, times) for queue in behind), default=0.0))
         return end if now < end else None
 
     def next_batch(self, now: float) -> list[QueuedRequest]:
