@@ -1,11 +1,14 @@
 """What watching costs: the server's CPU time per training step and sample with 0 and with 20 live pages open.
 
-    python bench/console.py [--pages 20] [--seconds 3] [--rounds 9]
+    python bench/console.py [--pages 20] [--seconds 3] [--rounds 9] [--paced]
 
 The server is `tinkex serve` with the fake engine, in a process of its own, so that the console's share of its
 CPU is as large as it can be: a real engine computes longer. The last line is the same for rollouts that are
 kept (--keep-rollouts 1). CPU time, because what else the machine does changes it little; rates are told too.
 With and without alternate, and the change is the median over pairs, with its quartiles.
+
+With --paced the client sends a fixed number of requests a second, so that both sides do the same work. The
+difference is what watching takes of a core, the most that it can take of the throughput of the event loop.
 """
 
 from __future__ import annotations
@@ -25,11 +28,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-import psutil
-
 from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 
 KEY, MODEL = "tml-bench", "m/base"
+PACE = 4  # steps, and sample requests, a second
 DATA = [Datum(ModelInput.from_ints(list(range(1, 65))), {"target_tokens": list(range(2, 66))})]
 PROMPT = ModelInput.from_ints(list(range(1, 129)))
 
@@ -55,8 +57,8 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def cpu(self) -> float:
-        times = psutil.Process(self.process.pid).cpu_times()
-        return times.user + times.system
+        """Seconds of CPU, user and system, in all threads; not in ticks of 10 ms."""
+        return time.clock_gettime(~self.process.pid << 3 | 2)  # as clock_getcpuclockid makes it on Linux
 
     def close(self) -> None:
         self.process.terminate()
@@ -141,6 +143,18 @@ class Client:
         count = steps(self.run, seconds) if what == "step" else samples(self.sampler, seconds)
         return Cost((self.server.cpu() - before) / count, count / (time.perf_counter() - began))
 
+    def paced(self, seconds: float) -> float:
+        """The share of a core that the server takes for PACE steps and as many sample requests a second."""
+        params, pending = SamplingParams(max_tokens=64, stop=[]), list[Any]()
+        before, began = self.server.cpu(), time.perf_counter()
+        for number in range(int(PACE * seconds)):
+            time.sleep(max(0.0, began + number / PACE - time.perf_counter()))
+            self.run.forward_backward(DATA, "cross_entropy")
+            pending += [self.run.optim_step(AdamParams()), self.sampler.sample(PROMPT, 4, params)]
+        for future in pending:
+            future.result(60)
+        return (self.server.cpu() - before) / (time.perf_counter() - began)
+
     def close(self) -> None:
         self.service.close().result(10)
         self.server.close()
@@ -182,6 +196,26 @@ def watching(pages: int, seconds: float, rounds: int) -> None:
         client.close()
 
 
+def paced(pages: int, seconds: float, rounds: int) -> None:
+    """What 20 pages, and rollouts that are kept, take of a core beside the same requests."""
+    with tempfile.TemporaryDirectory() as directory:
+        plain, kept = (Client(Path(directory) / share, "--keep-rollouts", share) for share in ("0", "1"))
+        found: dict[str, list[float]] = {"no pages": [], f"{pages} pages": [], "rollouts kept": []}
+        for number in range(rounds):
+            for what in sorted(found, reverse=bool(number % 2)):
+                client = kept if what == "rollouts kept" else plain
+                opened = Pages(client.server, client.run.model_id, pages if what[0].isdigit() else 0)
+                time.sleep(1.5)  # a page's first event has all that was before
+                found[what].append(client.paced(seconds))
+                opened.close()
+        for what, shares in found.items():
+            apart = sorted(one - bare for one, bare in zip(shares, found["no pages"], strict=True))
+            middle = f"{statistics.median(apart):+.1%} of a core ({apart[0]:+.1%} to {apart[-1]:+.1%})"
+            print(f"{what:14} {statistics.median(shares):.1%} of a core; {middle}", flush=True)
+        for client in (plain, kept):
+            client.close()
+
+
 def keeping(seconds: float, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         clients = [Client(Path(directory) / share, "--keep-rollouts", share) for share in ("0", "1")]
@@ -204,6 +238,10 @@ if __name__ == "__main__":
     parser.add_argument("--pages", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=3.0, help="of one measurement")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--paced", action="store_true", help="a fixed number of requests a second")
     given = parser.parse_args()
+    if given.paced:
+        paced(given.pages, given.seconds, given.rounds)
+        raise SystemExit
     watching(given.pages, given.seconds, given.rounds)
     keeping(given.seconds, given.rounds)

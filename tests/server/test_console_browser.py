@@ -167,6 +167,9 @@ def test_runs_are_compared_from_the_list(tab: Tab, trainers: list[Trainer]) -> N
     assert page.url.count("run=") == 2
     reward = page.locator("figure", has=page.locator("figcaption", has_text=REWARD))
     assert reward.locator(".legend span").count() == 2
+    last = page.locator("[aria-label='Last values'] tbody th").all_inner_texts()
+    assert len(set(last)) == len(last)
+    assert {"Loss", "Ratio trainer / sampler: mean", "Advantage: mean"} <= set(last)
     assert "lora.seed" in page.locator("tr.differs").all_inner_texts()[0]
     finish(tab, "compare")
 

@@ -185,7 +185,7 @@ class RunPages:
         same = {key: facts[0][key] for key in keys if key not in differ} if facts else {}
         return self._site.render(
             "compare.html", visitor, runs=runs, last=last, names=names, facts=facts, differ=differ, same=same,
-            labels=_LABELS, query=urlencode([("run", run.row.run_id) for run in runs]),
+            labels=_whole_names(), query=urlencode([("run", run.row.run_id) for run in runs]),
         )  # fmt: skip
 
     async def compared_curves(self, request: Request, visitor: Visitor) -> Response:
@@ -272,6 +272,11 @@ def _panels(names: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 def _title(title: str, name: str, metrics: list[str]) -> str:
     """Of a chart with one metric of those that share a chart elsewhere."""
     return title if len(metrics) == 1 else f"{title}: {_LABELS.get(name, name)}"
+
+
+def _whole_names() -> dict[str, str]:
+    """What metrics are called where no title of a chart is above them."""
+    return {name: _title(title, name, list(names)) for title, names in _PANELS for name in names}
 
 
 def _configuration(row: RunRow) -> dict[str, str]:
