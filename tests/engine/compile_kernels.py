@@ -16,20 +16,25 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tinkex.engine.cuda import (
+    deferred_expand,
     delta_gradients,
     delta_kernels,
     elementwise,
+    expert_gradients,
     expert_kernels,
+    expert_lora,
     expert_routing,
     fused_projection,
     gated_heads,
     invariant_product,
     launch,
     lora_gradients,
+    narrow_projection,
     packed_attention,
     packed_experts,
     packed_weights,
     paged_attention,
+    router_kernels,
     token_kernels,
 )
 from tinkex.engine.cuda import lora_kernels as lora
@@ -74,12 +79,14 @@ def lora_of(rows: int, tile: int, count: int, invariant: bool) -> None:
         x, y = some(rows, in_features), some(rows, sum(outs))
         fused = fused_projection.FusedProjection(x, some(in_features, y.shape[1]).t(), at)
         fused.addend()
+        if rows <= narrow_projection.MAX_ROWS:
+            narrow_projection.product_and_shrink(x, some(in_features, y.shape[1]).t(), some(y.shape[1]), at)
         for splits in (None, 1, 2):
             u = lora.shrink(x, at.a, splits, beside=True)
             lora.expand(u, y, at.b)
             lora.unite(u, some(len(u), *y.shape, dtype=FP32), x.dtype, at.b)
             lora.write(u, y, at.b)
-            deferred = fused_projection.DeferredExpand(y, u, at)
+            deferred = deferred_expand.DeferredExpand(y, u, at)
             if len(outs) == 2:
                 fused.swiglu()
                 deferred.swiglu()
@@ -101,6 +108,7 @@ def elementwise_steps() -> None:
         elementwise.rotate(qkv, *angles, (16, 8), norms, 1e-6)
         elementwise.rotate_backward(grads, qkv, *angles, norms, some(40, 24, dtype=FP32))
     elementwise.swiglu(some(40, 6144))
+    elementwise.add_gated(x, x, x, some(1, 1024))
     elementwise.swiglu_backward(some(40, 3072), some(40, 6144))
     for rows in (1, 40, 300, 2000):
         invariant_product.product(some(rows, 1024), some(1024, 4096).t(), some(4096))
@@ -180,8 +188,9 @@ def experts(tokens: int, rank: int, count: int, best: int) -> None:
     for mixed, u in ((False, some(1, tokens, 2 * rank)), (True, some(4, tokens, 2 * rank, dtype=FP32))):
         table = AdapterTable(some(3, 64, dtype=INT64), some(3, dtype=FP32), rank, vectors=True, mixed=mixed)
         tiles = RowTiles(some(6, 4, dtype=INT32), 64)
-        up = expert_kernels.ExpertSite(SiteAdapters(table, tiles, 5, width, [inner, inner]), slots)
-        down = expert_kernels.ExpertSite(SiteAdapters(table, tiles, 9, inner, [width]), slots)
+        up = expert_lora.ExpertSite(SiteAdapters(table, tiles, 5, width, [inner, inner]), slots)
+        down = expert_lora.ExpertSite(SiteAdapters(table, tiles, 9, inner, [width]), slots)
+        router_kernels.logits(x, some(count, width), some(count), up.at if tokens <= 16 else None)
         expert_kernels.gate_up(x, gate_up, rows, None, None, keep=mixed)
         h, _ = expert_kernels.gate_up(x, gate_up, rows, u, up, keep=mixed)
         y, u_N = expert_kernels.product_and_shrink(h, down_weight, rows, down)
@@ -189,10 +198,10 @@ def experts(tokens: int, rank: int, count: int, best: int) -> None:
         _, u_T = expert_kernels.combine(y, weight_TK, rows, u_N)
         assert u_T is not None
         grad_h = expert_kernels.product_of_tokens(x, down_weight.transpose(1, 2), rows, u_T[None], down)
-        grads, h, _ = expert_kernels.activate_backward(grad_h, kept, rows, weight_TK)
-        expert_kernels.add_outer(u_T, h, weight_TK, rows, bounds, slots[:2], down.at, "A", False)
-        grad_u = expert_kernels.shrink_rows(grads, rows, up, "B")
-        expert_kernels.add_outer(u[0].bfloat16(), grads, None, rows, bounds, slots[:2], up.at, "B", True)
+        grads, h, _ = expert_gradients.activate_backward(grad_h, kept, rows, weight_TK)
+        expert_gradients.add_outer(u_T, h, weight_TK, rows, bounds, slots[:2], down.at, "A", False)
+        grad_u = expert_lora.shrink_rows(grads, rows, up, "B")
+        expert_gradients.add_outer(u[0].bfloat16(), grads, None, rows, bounds, slots[:2], up.at, "B", True)
         grad_x = expert_kernels.product(grads, gate_up.transpose(1, 2), rows)
         expert_kernels.combine(grad_x, None, rows, grad_u)
 
@@ -223,15 +232,15 @@ def packed(kind: str) -> None:
         table = AdapterTable(some(3, 64, dtype=INT64), some(3, dtype=FP32), 32, vectors=True)
         tiles = RowTiles(some(6, 4, dtype=INT32), 64)
         at = SiteAdapters(table, tiles, 5, 2880, [2880, 2880])
-        lora = expert_kernels.ExpertSite(at, some(tokens, dtype=INT32))
+        lora = expert_lora.ExpertSite(at, some(tokens, dtype=INT32))
         x, u, acts = some(tokens, 2880), some(1, tokens, 64), expert_kernels.Activation(*activation)
         h = packed_experts.gate_up(x, stack, some(4, 5760), acts, rows, u, lora)
-        of_down = expert_kernels.ExpertSite(SiteAdapters(table, tiles, 9, 2880, [2880]), lora.slots_T)
+        of_down = expert_lora.ExpertSite(SiteAdapters(table, tiles, 9, 2880, [2880]), lora.slots_T)
         packed_experts.product(h, down, some(4, 2880), rows, of_down)
         wide, kept = some(4, 2880, 2880), some(len(h), 5760)
         expert_kernels.gate_up(x, some(4, 5760, 2880), rows, u, lora, True, some(4, 5760), acts)
         expert_kernels.product(h, wide, rows, some(4, 2880))
-        expert_kernels.activate_backward(h, kept, rows, some(tokens, 4, dtype=FP32), acts)
+        expert_gradients.activate_backward(h, kept, rows, some(tokens, 4, dtype=FP32), acts)
 
 
 if __name__ == "__main__":

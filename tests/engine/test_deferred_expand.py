@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.engine.adapter_rows import DIM, GATE_UP, HEADS, QKV, assert_near, given
 from tests.engine.by_kernels import BF16, MARKS, random
 from tinkex.engine.cuda import lora_kernels as lora
-from tinkex.engine.cuda.fused_projection import DeferredExpand
+from tinkex.engine.cuda.deferred_expand import DeferredExpand
 from tinkex.engine.torch import plain
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.hooks import Site

@@ -12,11 +12,11 @@ from torch import Tensor
 from tests.engine.by_kernels import BF16, DEVICE, INTERPRETED, MARKS, random
 from tests.engine.plain_lora import PlainLora
 from tinkex.engine.cuda import expert_routing as routing
-from tinkex.engine.cuda import packed_experts
+from tinkex.engine.cuda import packed_experts, router_kernels
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.backend import Backend
-from tinkex.engine.torch.hooks import ForwardContext
+from tinkex.engine.torch.hooks import ForwardContext, Part, Site
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.architecture import (
     ClampedSwiGlu,
@@ -46,11 +46,34 @@ def near(got: Tensor, want: Tensor, bound: float = BOUND) -> None:
 @pytest.mark.parametrize("tokens", [1, 5, 60])
 def test_routing_equals_the_plain_one(router: RouterConfig, tokens: int) -> None:
     block, x = experts(router), random(tokens, WIDTH, seed=3)
-    weight, expert, _ = CudaBackend(DEVICE, BF16).route(block, x, None)
+    kernels = CudaBackend(DEVICE, BF16)
+    weight, expert, _ = kernels.route(block, x, None, ForwardContext(kernels, (), lambda *_: x, None, {}))
     want_weight, want_expert = block.float().weigh(F.linear(x.float(), block.router, block.router_bias))
     assert torch.equal(expert.long().sort(1).values, want_expert.sort(1).values)
     order, want_order = expert.long().argsort(1), want_expert.argsort(1)
     near(weight.gather(1, order), want_weight.gather(1, want_order))
+
+
+@pytest.mark.parametrize("segments", [[(0, 1)], [(0, 9)], [(1, 7), (None, 5), (0, 4)]])
+@pytest.mark.parametrize("width", [64, 80, 1100])
+def test_logits_and_the_down_projection_beside_them(
+    segments: list[tuple[int | None, int]], width: int
+) -> None:
+    lengths, tokens = [n for _, n in segments], sum(n for _, n in segments)
+    x, weight, bias = random(tokens, width), random(40, width, seed=1), random(40, seed=2)
+    sites = {Site(0, "experts_gate_up"): (width, (Part("gate", 24, "mlp"), Part("up", 24, "mlp")))}
+    held = [Adapter.fresh(LoraConfig(rank=rank, seed=rank), sites, DEVICE) for rank in (8, 12)]
+    used = [None if i is None else held[i] for i, _ in segments]
+    at = CudaBackend(DEVICE, BF16).lora(used, lengths).site(Site(0, "experts_gate_up"))
+    logits, u = router_kernels.logits(x, weight, bias, at)
+    near(logits, x.float() @ weight.float().t() + bias.float(), 1e-5 if INTERPRETED else 1e-3)
+    assert u is not None
+    start = 0
+    for one, length in zip(used, lengths, strict=True):
+        rows = slice(start, start := start + length)
+        if one is not None:
+            a = one.flat_as(BF16)[: 2 * one.lora.rank * width].view(-1, width)
+            near(u[0, rows, : len(a)], x[rows].float() @ a.float().t())
 
 
 @pytest.mark.parametrize("score", ["softmax", "softmax_of_best", "sigmoid"])
@@ -159,6 +182,18 @@ def test_clamped_and_quantised_experts_without_gradients(
     check_sampling(block, segments)
 
 
+@pytest.mark.parametrize("segments", [[(0, 1)], [(1, 2), (None, 1), (0, 2)]])
+def test_sums_of_few_tokens_are_split(
+    segments: list[tuple[int | None, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the features of codes; five and three tiles of them do not come out even."""
+    monkeypatch.setitem(globals(), "WIDTH", 320)
+    monkeypatch.setitem(globals(), "INNER", 192)
+    router = RouterConfig("softmax_of_best", bias=True)
+    block = experts(router, "fp4", activation=ClampedSwiGlu(1.702, 0.9), bias=True)
+    check_sampling(block, segments)
+
+
 def check_sampling(block: ExpertMlp, segments: list[tuple[int | None, int]]) -> None:
     lengths = [length for _, length in segments]
     held = [adapter(block, 8, 1), adapter(block, 16, 2)]
@@ -166,8 +201,8 @@ def check_sampling(block: ExpertMlp, segments: list[tuple[int | None, int]]) -> 
     kernels = CudaBackend(DEVICE, BF16)
     lora = kernels.lora(used, lengths) if any(used) else None
     with torch.inference_mode():
-        got = block(x, ForwardContext(kernels, (), lambda *_: x, lora, {}))
-        chosen = kernels.route(block, x, None).expert_TK.long()
+        context = ForwardContext(kernels, (), lambda *_: x, lora, {})
+        got, chosen = block(x, context), kernels.route(block, x, None, context).expert_TK.long()
         plain = ForwardContext(Backend(), (), lambda *_: x, PlainLora(used, lengths), {}, chosen={0: chosen})
         near(got, block.float()(x.float(), plain))
 

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, MARKS, random
+from tests.engine.plain_lora import PlainLora
+from tinkex.engine.cuda import lora_kernels
 from tinkex.engine.cuda import packed_weights as packed
+from tinkex.engine.cuda.cuda_backend import CudaBackend
+from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.hooks import Part, Site
 from tinkex.engine.torch.quantised import FP4, NF4, QuantisedMatrix, QuantisedStack, QuantisedWeight, quantise
+from tinkex.types.params import LoraConfig
 
 pytestmark = [*MARKS, pytest.mark.slow]
 
@@ -77,6 +83,29 @@ def test_few_rows_multiply_with_codes(kind: str, rows: int, tiles: int, splits: 
     assert len(got) == splits
     near(got.sum(0), x.float() @ weight.expand().float().t())
     near(packed.product(x, weight).sum(0), x.float() @ weight.expand().float().t())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_adapters_beside_the_product(kind: str, splits: int) -> None:
+    lengths, site = [5, 3, 4], Site(0, "qkv")
+    sites = {site: (I, tuple(Part(name, 64, "attn") for name in "qkv"))}
+    held = [Adapter.fresh(LoraConfig(rank=rank, seed=rank), sites, DEVICE) for rank in (8, 12)]
+    for one in held:
+        one.flat.copy_(0.3 * torch.randn(one.flat.shape, generator=torch.Generator().manual_seed(1)))
+    used, weight, x = [held[0], None, held[1]], weight_of(kind), random(sum(lengths), I, seed=3)
+    lora = CudaBackend(DEVICE, BF16).lora(used, lengths)
+    at = lora.site(site)
+    assert at is not None
+    tile = packed.tile_for(len(x), weight)._replace(splits=splits)
+    y, u = packed.product_and_shrink(x, weight, tile, at)
+    plain = x.float() @ weight.expand().float().t()
+    near(y.sum(0), plain)
+    base, want = plain[None].expand(splits, -1, -1) / splits, PlainLora(used, lengths)(site, x.float(), plain)
+    mine = [row for row in range(12) if not 5 <= row < 8]  # tiles must cover every row that is read
+    for summed in (True, False):
+        united = lora_kernels.unite(u, base.contiguous(), BF16, at.b, summed=summed)
+        near(united[mine], want[mine])
 
 
 @pytest.mark.parametrize("rows", [3, 200])

@@ -24,6 +24,7 @@ from tinkex.engine.cuda import (
     packed_experts,
     packed_weights,
     recurrence,
+    router_kernels,
 )
 from tinkex.engine.cuda import experts as routed
 from tinkex.engine.cuda import token_kernels as kernel
@@ -74,10 +75,13 @@ class CudaBackend(Backend):
     ) -> CudaLora:
         return CudaLora(adapters, lengths, self._device, self._dtype, train=train, invariant=self.invariant)
 
-    def route(self, experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None) -> Routing:
+    def route(
+        self, experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None, context: ForwardContext
+    ) -> Routing:
         if not routed.serves(experts.experts):
-            return super().route(experts, x_TD, known_TK)
-        return routed.route(experts, x_TD, known_TK)
+            return super().route(experts, x_TD, known_TK, context)
+        lora: Any = context.lora  # a `CudaLora`, or a `CapturedLora`
+        return routed.route(experts, x_TD, known_TK, lora)
 
     def routed_experts(
         self, experts: ExpertMlp, x_TD: Tensor, routing: Routing, context: ForwardContext
@@ -93,6 +97,16 @@ class CudaBackend(Backend):
         if eager is not None and eager.train and torch.is_grad_enabled():
             return routed.RoutedExperts.apply(x_TD, routing.weight_TK, eager._anchor, *given)  # type: ignore[return-value]
         return routed.forward(x_TD, routing.weight_TK, *given, keep=False)[0]
+
+    def add_gated(self, y_TD: Tensor, shared_TD: Tensor, x_TD: Tensor, gate_1D: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (y_TD, shared_TD, x_TD)):
+            return super().add_gated(y_TD, shared_TD, x_TD, gate_1D)
+        return elementwise.add_gated(y_TD, shared_TD, x_TD, gate_1D)
+
+    def few_outputs(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        if x_TI.requires_grad or self.invariant:
+            return super().few_outputs(x_TI, weight_OI)
+        return router_kernels.logits(x_TI, weight_OI, None, dtype=x_TI.dtype)[0]
 
     def split_heads(
         self, attention: Attention, qkv: Tensor | PartialProjection, context: ForwardContext

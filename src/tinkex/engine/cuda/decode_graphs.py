@@ -23,12 +23,14 @@ from torch import Tensor
 
 from tinkex.engine.cuda import fused_projection as fused
 from tinkex.engine.cuda import grouped_lora as grouped
-from tinkex.engine.cuda import lora_kernels, packed_weights, token_kernels
+from tinkex.engine.cuda import lora_kernels, narrow_projection, packed_weights, token_kernels
 from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, column_of, usable
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
+from tinkex.engine.cuda.deferred_expand import MAX_DEFERRED, DeferredExpand
 from tinkex.engine.cuda.expert_routing import slots_of
 from tinkex.engine.cuda.recurrence import KernelStates
+from tinkex.engine.cuda.router_kernels import MAX_SHRUNK
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.backend import PlacedRows, StepLead
 from tinkex.engine.torch.hooks import Frozen, LoraHook, PartialProjection, Site, Sites
@@ -42,6 +44,7 @@ from tinkex.engine.torch.upload import fill, from_device, to_device
 # As measured on an H200:
 _SOME = 64  # rows up to which a launch costs more than reading and writing the result once more
 _MANY = 512  # rows from which on `grouped_lora.product_with` is faster
+_HEAD = 1 << 16  # out-features that only an unembedding has
 _PATIENCE = 16  # steps after which too large a graph has cost as much as capturing a smaller one
 _RING = 4  # pinned buffers: more than there are steps in flight
 
@@ -100,7 +103,10 @@ class CapturedLora(LoraHook):
         many = rows >= _MANY or (rows > _SOME and site.group == "unembed")
         if free and many and at.width <= lora_kernels.MAX_WRITTEN:
             return grouped.product_with(x, frozen.weight, at)[0]
-        partial = free and at.width <= fused.MAX_DEFERRED
+        if self._narrow(frozen.weight, rows):
+            y, u = narrow_projection.product_and_shrink(x, frozen.weight, frozen.bias, at)
+            return self._expanded(at, site, y, u)
+        partial = free and at.width <= MAX_DEFERRED
         if partial and fused.suits(rows, frozen.weight, at):
             return fused.FusedProjection(x, frozen.weight, at)
         large = free and fused.large(frozen.weight)  # bitwise identical to the trainer: split-K as there
@@ -109,7 +115,7 @@ class CapturedLora(LoraHook):
             return lora_kernels.unite(u, splits, x.dtype, at.b)
         u, y = self._overlapped(at, x, 1 if large else None, lambda: frozen(x))
         if partial and rows > _SOME and site.group in ("qkv", "gate_up"):
-            return fused.DeferredExpand(y, u, at)
+            return DeferredExpand(y, u, at)
         lora_kernels.expand(u, y, at.b)
         return y
 
@@ -117,13 +123,25 @@ class CapturedLora(LoraHook):
         """With a weight in 4 or 8 bits that is expanded in registers."""
         weight = frozen.weight.whole
         tile = packed_weights.tile_for(x.shape[0], weight)
-        u, y = self._overlapped(at, x, tile.splits, lambda: packed_weights.product(x, weight, tile))
+        if x.shape[0] <= MAX_SHRUNK and not self._table.invariant:
+            y, u = packed_weights.product_and_shrink(x, weight, tile, at)
+        else:
+            u, y = self._overlapped(at, x, tile.splits, lambda: packed_weights.product(x, weight, tile))
         if tile.splits > 1:
-            y = lora_kernels.unite(u, y, x.dtype, at.b)
+            y = lora_kernels.unite(u, y, x.dtype, at.b, summed=True)
             return y if frozen.bias is None else y.add_(frozen.bias)
         y = y[0] if frozen.bias is None else y[0].add_(frozen.bias)
-        if at.width <= fused.MAX_DEFERRED and site.group in ("qkv", "gate_up"):
-            return fused.DeferredExpand(y, u, at)
+        return self._expanded(at, site, y, u)
+
+    def _narrow(self, weight: Tensor, rows: int) -> bool:
+        """Whether few columns for each program are faster than what else rounds as the trainer does."""
+        large = fused.large(weight) and not fused.split_in_two(weight) and len(weight) < _HEAD
+        return large and rows <= narrow_projection.MAX_ROWS and not self._table.invariant
+
+    def _expanded(self, at: SiteAdapters, site: Site, y: Tensor, u: Tensor) -> Tensor | PartialProjection:
+        """y + u·Bᵀ, by what reads it if that can."""
+        if at.width <= MAX_DEFERRED and site.group in ("qkv", "gate_up"):
+            return DeferredExpand(y, u, at)
         lora_kernels.expand(u, y, at.b)
         return y
 

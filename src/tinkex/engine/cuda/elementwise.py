@@ -264,6 +264,28 @@ def _swiglu_backward(grad, gate_up, out, F, BLOCK: tl.constexpr):
     tl.store(to + F, d * g * sig, mask=inside)
 
 
+@launched
+@triton.jit
+def _add_gated(y, shared, x, gate, out, D, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    inside, place = at < D, tl.program_id(0).to(tl.int64) * D + at
+    weight = load_fp32(gate + at, inside)
+    dtype = y.dtype.element_ty
+    wait_for_previous()
+    score = tl.sum(load_fp32(x + place, inside) * weight, 0).to(dtype).to(tl.float32)
+    factor = tl.sigmoid(score).to(dtype).to(tl.float32)
+    added = (load_fp32(shared + place, inside) * factor).to(dtype).to(tl.float32)
+    tl.store(out + place, load_fp32(y + place, inside) + added, mask=inside)
+
+
+def add_gated(y: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    """y + shared · sigmoid(x · gate), each step rounded as by torch."""
+    (rows, width), out = y.shape, torch.empty_like(y)
+    block = power_of_2(width)
+    _add_gated[(rows,)](y, shared, x, gate, out, width, BLOCK=block, num_warps=_warps(block), **PDL)
+    return out
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2

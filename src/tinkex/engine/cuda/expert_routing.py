@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.cuda.elementwise import sum_loaded_rows
 from tinkex.engine.cuda.launch import PDL, launched, power_of_2, wait_for_previous
 
 FEW = 128  # rows up to which the tiles in use come first, and one program routes all tokens
@@ -33,6 +34,7 @@ class ExpertRows(NamedTuple):
     tiles: Tensor  # int32 [3, tiles]: expert, first row, rows; 0 rows in tiles that are not used
     tile: int  # rows of a whole tile
     per_token: int
+    u: Tensor | None = None  # [1, T, P·R]: gate's and up's down-projection, where routing has computed it
 
 
 # -- routing -------------------------------------------------------------------------------------------
@@ -51,7 +53,7 @@ def _route(
     logit = tl.load(logits + token * E + at, mask=inside, other=float("-inf")).to(tl.float32)
     if SCORE == 0:
         raised = tl.exp(logit - tl.max(logit, 0))
-        score = raised / tl.sum(raised, 0)
+        score = raised / tl.sum(sum_loaded_rows(raised[None, :], 1, BLOCK_E), 0)
     elif SCORE == 1:
         score = logit
     else:
@@ -69,9 +71,10 @@ def _route(
         liking = tl.where(at == expert, float("-inf"), liking)
     if SCORE == 1:
         raised = tl.exp(weight - tl.max(weight, 0))
-        weight = raised / tl.sum(raised, 0)
+        weight = raised / tl.sum(sum_loaded_rows(raised[None, :], 1, BLOCK_K), 0)
     elif NORMALISE:
-        weight = weight / (tl.sum(tl.where(k < K, weight, 0.0), 0) + 1e-20)
+        chosen_weights = tl.where(k < K, weight, 0.0)[None, :]
+        weight = weight / (tl.sum(sum_loaded_rows(chosen_weights, 1, BLOCK_K), 0) + 1e-20)
     tl.store(chosen + token * K + k, best, mask=k < K)
     tl.store(weights + token * K + k, weight * scale, mask=k < K)
 
@@ -91,7 +94,7 @@ def _route_few(
     logit = tl.where(t < T, logit, 0.0)
     if SCORE == 0:
         raised = tl.exp(logit - tl.max(logit, 1)[:, None])
-        score = raised / tl.sum(raised, 1)[:, None]
+        score = raised / sum_loaded_rows(raised, BLOCK_T, BLOCK_E)[:, None]
     elif SCORE == 1:
         score = logit
     else:
@@ -109,9 +112,10 @@ def _route_few(
         liking = tl.where(at == expert, float("-inf"), liking)
     if SCORE == 1:
         raised = tl.exp(weight - tl.max(weight, 1)[:, None])
-        weight = raised / tl.sum(raised, 1)[:, None]
+        weight = raised / sum_loaded_rows(raised, BLOCK_T, BLOCK_K)[:, None]
     elif NORMALISE:
-        weight = weight / (tl.sum(tl.where(k < K, weight, 0.0), 1)[:, None] + 1e-20)
+        chosen_weights = tl.where(k < K, weight, 0.0)
+        weight = weight / (sum_loaded_rows(chosen_weights, BLOCK_T, BLOCK_K)[:, None] + 1e-20)
     tl.store(chosen + t * K + k, best, mask=have)
     tl.store(weights + t * K + k, weight * scale, mask=have)
     rows: tl.constexpr = BLOCK_T * BLOCK_K
@@ -234,9 +238,9 @@ def route(
     tokens, count = logits_TE.shape
     chosen_TK = torch.empty(tokens, best, dtype=torch.int32, device=logits_TE.device)
     weight_TK = torch.empty(tokens, best, dtype=torch.float32, device=logits_TE.device)
-    bias, wide = logits_TE if bias_E is None else bias_E, power_of_2(best)
+    bias, wide = logits_TE if bias_E is None else bias_E, max(2, power_of_2(best))
     how = {"BIAS": bias_E is not None, "SCORE": SCORES[score], "NORMALISE": normalise}
-    blocks = {"BLOCK_E": power_of_2(count), "BLOCK_K": wide}
+    blocks = {"BLOCK_E": max(2, power_of_2(count)), "BLOCK_K": wide}
     if power_of_2(tokens) * wide > FEW:
         _route[(tokens,)](
             logits_TE, bias, chosen_TK, weight_TK, float(scale), count, best,
@@ -248,7 +252,7 @@ def route(
     _route_few[(1,)](
         logits_TE, bias, chosen_TK, weight_TK, rows.order_N, rows.place_N, rows.starts_E, rows.tiles,
         float(scale), tokens, count, best, tiles, **how, TILE=rows.tile, BLOCK_T=power_of_2(tokens), **blocks,
-        num_warps=4, **PDL,
+        num_warps=1 if tokens == 1 else 4, **PDL,
     )  # fmt: skip
     return weight_TK, chosen_TK, rows
 

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tinkex.engine.cuda import expert_gradients, lora_gradients, lora_kernels, packed_experts, router_kernels
 from tinkex.engine.cuda import expert_kernels as kernel
 from tinkex.engine.cuda import expert_routing as routing
-from tinkex.engine.cuda import lora_gradients, lora_kernels, packed_experts
 from tinkex.engine.cuda.adapter_table import SiteAdapters
+from tinkex.engine.cuda.expert_lora import ExpertSite, shrink_rows
 from tinkex.engine.torch.hooks import Site
 from tinkex.engine.torch.models.architecture import ClampedSwiGlu, ExpertsConfig
 from tinkex.engine.torch.models.moe import ExpertMlp, Routing
@@ -78,44 +79,48 @@ def weights_of(experts: ExpertMlp) -> ExpertWeights:
 
 
 class RouterLogits(torch.autograd.Function):
-    """x · routerᵀ in fp32, not rounded: close scores differ by less than bf16 can tell apart."""
+    """x · routerᵀ + bias in fp32, not rounded: close scores differ by less than bf16 can tell apart."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, router_ED: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, router_ED: Tensor, bias_E: Tensor | None) -> Tensor:
         ctx.save_for_backward(router_ED)
-        if not x_TD.is_cuda:  # the interpreter's device has no such product
-            return x_TD.float() @ router_ED.float().t()
-        return torch.mm(x_TD, router_ED.t(), out_dtype=torch.float32)
+        return router_kernels.logits(x_TD, router_ED, bias_E)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (router_ED,) = ctx.saved_tensors
-        return grads[0].to(router_ED.dtype) @ router_ED, None
+        return grads[0].to(router_ED.dtype) @ router_ED, None, None
 
 
-def route(experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None) -> Routing:
+def route(experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None, lora: ExpertLora | None) -> Routing:
     """`ExpertMlp.route`, with weights in fp32, and the rows placed."""
-    config, router = experts.experts, experts.experts.router
-    logits_TE: Tensor = RouterLogits.apply(x_TD, experts.router)  # type: ignore[assignment]
-    if experts.router_bias is not None:
-        logits_TE = logits_TE + experts.router_bias
-    if known_TK is None:
-        weight_TK, known_TK, rows = routing.route(
-            logits_TE.detach(), experts.selection_bias, config.per_token, router.score, router.normalise,
-            router.scale,
-        )  # fmt: skip
-        if not x_TD.requires_grad:
-            return Routing(weight_TK, known_TK, rows)
+    config, router, at = experts.experts, experts.experts.router, None
+    of_router, graded = (experts.router, experts.router_bias), x_TD.requires_grad
+    if lora is not None and not graded and len(x_TD) <= router_kernels.MAX_SHRUNK and experts.reads_input:
+        at = lora.site(Site(experts.layer, "experts_gate_up"))
+    if graded:
+        logits_TE: Tensor = RouterLogits.apply(x_TD, *of_router)  # type: ignore[assignment]
+        u = None
     else:
+        logits_TE, u = router_kernels.logits(x_TD, *of_router, at)
+    if known_TK is not None:
         rows = routing.place(known_TK, config.count)
-    return Routing(experts.weigh(logits_TE, known_TK.long())[0], known_TK, rows)
+        return Routing(experts.weigh(logits_TE, known_TK.long())[0], known_TK, rows._replace(u=u))
+    weight_TK, known_TK, rows = routing.route(
+        logits_TE.detach(), experts.selection_bias, config.per_token, router.score, router.normalise,
+        router.scale,
+    )  # fmt: skip
+    if graded:  # the kernel's values, which are the sampler's, with plain torch's gradients
+        plain_TK = experts.weigh(logits_TE, known_TK.long())[0]
+        weight_TK = plain_TK + (weight_TK - plain_TK).detach()
+    return Routing(weight_TK, known_TK, rows._replace(u=u))
 
 
-def _sites(weights: ExpertWeights, lora: ExpertLora | None) -> list[kernel.ExpertSite | None]:
+def _sites(weights: ExpertWeights, lora: ExpertLora | None) -> list[ExpertSite | None]:
     if lora is None:
         return [None, None]
     found = (lora.site(Site(weights.layer, group)) for group in ("experts_gate_up", "experts_down"))
-    return [None if at is None else kernel.ExpertSite(at, lora.slots_T) for at in found]
+    return [None if at is None else ExpertSite(at, lora.slots_T) for at in found]
 
 
 def forward(
@@ -124,14 +129,14 @@ def forward(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
     """The experts' results, added up, and what `backward` needs: u of gate and up, these, and u of down."""
     up, down = _sites(weights, lora)
-    u1 = None if up is None else lora_kernels.shrink(x_TD, up.at.a)
+    u1 = rows.u if up is None or rows.u is not None else lora_kernels.shrink(x_TD, up.at.a, splits=1)
     h, kept = _gate_up(x_TD, rows, weights, u1, up, keep)
     y_ND, u2_N = _down(h, rows, weights, down, keep)
     if down is None:
-        return kernel.combine(y_ND, weight_TK, rows)[0], (u1, kept, None)
+        return kernel.combine(y_ND, weight_TK, rows, dtype=x_TD.dtype)[0], (u1, kept, None)
     if not keep and len(x_TD) <= (_MIXED if down.at.table.mixed else _FEW):
-        return kernel.combine(y_ND, weight_TK, rows, u2_N, down)[0], ()
-    y_TD, u2_T = kernel.combine(y_ND, weight_TK, rows, u2_N)
+        return kernel.combine(y_ND, weight_TK, rows, u2_N, down, x_TD.dtype)[0], ()
+    y_TD, u2_T = kernel.combine(y_ND, weight_TK, rows, u2_N, dtype=x_TD.dtype)
     assert u2_T is not None
     lora_kernels.expand(u2_T[None], y_TD, down.at.b)
     return y_TD, (u1, kept, u2_T)
@@ -139,7 +144,7 @@ def forward(
 
 def _gate_up(
     x_TD: Tensor, rows: routing.ExpertRows, weights: ExpertWeights, u: Tensor | None,
-    lora: kernel.ExpertSite | None, keep: bool,
+    lora: ExpertSite | None, keep: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     how = weights.gate_up_bias, weights.activation
     if not keep and (packed := packed_experts.read_in_place(weights.gate_up, rows)) is not None:
@@ -149,7 +154,7 @@ def _gate_up(
 
 
 def _down(
-    h_NF: Tensor, rows: routing.ExpertRows, weights: ExpertWeights, lora: kernel.ExpertSite | None, keep: bool
+    h_NF: Tensor, rows: routing.ExpertRows, weights: ExpertWeights, lora: ExpertSite | None, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The experts' results, and u of each row."""
     if not keep and (packed := packed_experts.read_in_place(weights.down, rows)) is not None:
@@ -175,17 +180,18 @@ def backward(
     wide = packed_experts.expanded(weights.down, x_TD.dtype).transpose(1, 2)
     grad_h = kernel.product_of_tokens(grad_TD, wide, rows, grad_u2, down)
     del wide
-    grads, h, grad_weight_TK = kernel.activate_backward(grad_h, kept, rows, weight_TK, weights.activation)
+    acting = kept, rows, weight_TK, weights.activation
+    grads, h, grad_weight_TK = expert_gradients.activate_backward(grad_h, *acting)
     if weights.down_bias is not None:
         expert_TK = torch.searchsorted(rows.starts_E[1:], rows.place_N.view_as(weight_TK), right=True)
         by_bias_TE = grad_TD @ weights.down_bias.t()
         grad_weight_TK = grad_weight_TK + by_bias_TE.gather(1, expert_TK)
     if down is not None and grad_u2 is not None:
-        kernel.add_outer(grad_u2[0], h, weight_TK, *of_rows, lora.into(down.at), "A", lora.atomic)
+        expert_gradients.add_outer(grad_u2[0], h, weight_TK, *of_rows, lora.into(down.at), "A", lora.atomic)
     del grad_h, h
     if up is not None and u1 is not None:
-        grad_u1_N, u1 = kernel.shrink_rows(grads, rows, up, "B"), lora_kernels.summed(u1, x_TD.dtype)
-        kernel.add_outer(u1[0], grads, None, *of_rows, lora.into(up.at), "B", lora.atomic)
+        grad_u1_N, u1 = shrink_rows(grads, rows, up, "B"), lora_kernels.summed(u1, x_TD.dtype)
+        expert_gradients.add_outer(u1[0], grads, None, *of_rows, lora.into(up.at), "B", lora.atomic)
     wide = packed_experts.expanded(weights.gate_up, x_TD.dtype).transpose(1, 2)
     grad_x_N = kernel.product(grads, wide, rows)
     del wide

@@ -53,7 +53,7 @@ def tile_at(cells, tiles, tile):
 
 
 @triton.jit
-def adapter_at(table, cells, tiles, columns, column, tile, part, VECTORS: tl.constexpr):
+def adapter_of(table, cells, tiles, columns, column, tile, part, VECTORS: tl.constexpr):
     """A tile's slot, first row and number of rows; its adapter's rank, and the address of a part's matrix.
 
     VECTORS: ranks are multiples of 8, so that u is loaded 16 bytes at a time.
@@ -62,9 +62,15 @@ def adapter_at(table, cells, tiles, columns, column, tile, part, VECTORS: tl.con
     rank = tl.load(table + slot * columns).to(tl.int32)
     if VECTORS:
         rank = tl.multiple_of(rank, 8)
-    address = tl.load(table + slot * columns + column + part)
+    return slot, start, count, rank, tl.load(table + slot * columns + column + part)
+
+
+@triton.jit
+def adapter_at(table, cells, tiles, columns, column, tile, part, VECTORS: tl.constexpr):
+    """`adapter_of`; no kernel before this one is still running."""
+    found = adapter_of(table, cells, tiles, columns, column, tile, part, VECTORS)
     wait_for_previous()
-    return slot, start, count, rank, address
+    return found
 
 
 @triton.jit
@@ -161,47 +167,70 @@ def _shrink(
 def _expand(
     u, base, y, table, scales, cells, tiles, columns, column, n0, n1, n2, n3, stride_u, split_u, stride_base,
     split_base, stride_y, EVEN: tl.constexpr, VECTORS: tl.constexpr, MULTIPLE: tl.constexpr,
-    BASES: tl.constexpr, SPLITS: tl.constexpr, IN_PLACE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BASES: tl.constexpr, SPLITS: tl.constexpr, SUMMED: tl.constexpr, IN_PLACE: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y[rows, part's columns] = the sum of BASES of (base + scale · u[rows, part] · matrix).
 
     The matrix has MULTIPLE · rank rows. A single base takes the sum of SPLITS of u; several take one split
-    each.
+    each, or if SUMMED their sum takes the sum of as many. EARLY: BLOCK_K rows are all, and are loaded while
+    the kernel before this one ends.
     """
     part, first = part_of_block(tl.program_id(0), n0, n1, n2, BLOCK_N)
-    slot, start, count, rank, address = adapter_at(
+    slot, start, count, rank, address = adapter_of(
         table, cells, tiles, columns, column, tl.program_id(1), part, VECTORS
     )
+    width, before = part_at(part, n0, n1, n2, n3, EVEN)
+    dtype = y.dtype.element_ty
+    matrix = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+    m, n = tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
+    have_n, wide = (n < width)[None, :], tl.where(address != 0, rank * MULTIPLE, 0)
+    if EARLY:
+        at = tl.arange(0, BLOCK_K)
+        early = load(matrix + at[:, None] * width + n[None, :], have_n & (at < wide)[:, None])
+    wait_for_previous()
     work = count > 0
     if IN_PLACE:
         work = work & (address != 0)
     if work:
-        width, before = part_at(part, n0, n1, n2, n3, EVEN)
-        dtype = y.dtype.element_ty
-        matrix = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
-        m, n = tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
         row = (start + m).to(tl.int64)
-        have_m, have_n = (m < count)[:, None], (n < width)[None, :]
-        wide, scale = tl.where(address != 0, rank * MULTIPLE, 0), tl.load(scales + slot)
+        have_m, scale = (m < count)[:, None], tl.load(scales + slot)
         united = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for number in tl.static_range(BASES):
-            place = base + number * split_base + row[:, None] * stride_base + before + n[None, :]
-            held = load_fp32(place, have_m & have_n)  # early: all loads overlap
-            total = held
-            if SPLITS > 1:
-                total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if SUMMED:
+            place = base + row[:, None] * stride_base + before + n[None, :]
+            for number in tl.static_range(BASES):
+                united += load_fp32(place + number * split_base, have_m & have_n)
             for k in range(0, wide, BLOCK_K):
                 at = k + tl.arange(0, BLOCK_K)
                 have_k = at < wide
-                right = load(matrix + at[:, None] * width + n[None, :], have_n & have_k[:, None])
-                of_u = u + number * split_u + row[:, None] * stride_u + part * rank + at[None, :]
-                left = load_u(of_u, have_m & have_k[None, :], split_u, SPLITS, BLOCK_M, BLOCK_K)
-                left = left.to(dtype) if SPLITS > 1 else scaled(left, scale, dtype)
-                total = tl.dot(left, right, total)
-            if SPLITS > 1:  # faster; no other kernel must match it bitwise
-                total = total * scale + held
-            united += total
+                if EARLY:
+                    right = early
+                else:
+                    right = load(matrix + at[:, None] * width + n[None, :], have_n & have_k[:, None])
+                of_u = u + row[:, None] * stride_u + part * rank + at[None, :]
+                left = load_u(of_u, have_m & have_k[None, :], split_u, BASES, BLOCK_M, BLOCK_K)
+                united = tl.dot(scaled(left, scale, dtype), right, united)
+        else:
+            for number in tl.static_range(BASES):
+                place = base + number * split_base + row[:, None] * stride_base + before + n[None, :]
+                held = load_fp32(place, have_m & have_n)  # early: all loads overlap
+                total = held
+                if SPLITS > 1:
+                    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for k in range(0, wide, BLOCK_K):
+                    at = k + tl.arange(0, BLOCK_K)
+                    have_k = at < wide
+                    if EARLY:
+                        right = early
+                    else:
+                        right = load(matrix + at[:, None] * width + n[None, :], have_n & have_k[:, None])
+                    of_u = u + number * split_u + row[:, None] * stride_u + part * rank + at[None, :]
+                    left = load_u(of_u, have_m & have_k[None, :], split_u, SPLITS, BLOCK_M, BLOCK_K)
+                    left = left.to(dtype) if SPLITS > 1 else scaled(left, scale, dtype)
+                    total = tl.dot(left, right, total)
+                if SPLITS > 1:  # faster; no other kernel must match it bitwise
+                    total = total * scale + held
+                united += total
         tl.store(y + row[:, None] * stride_y + before + n[None, :], united, mask=have_m & have_n)
 
 
@@ -318,18 +347,20 @@ def summed(u: Tensor, dtype: torch.dtype) -> Tensor:
     return u if len(u) == 1 else u.sum(0, keepdim=True).to(dtype)
 
 
-def _expanded(u: Tensor, base: Tensor, y: Tensor, at: SiteMatrices) -> None:
+def _expanded(u: Tensor, base: Tensor, y: Tensor, at: SiteMatrices, *, summed: bool = False) -> None:
     """`base` is [S, T, O]: y itself, or the splits of a product."""
     count, bases, in_place = at.tiles.cells.shape[1], len(base), base.data_ptr() == y.data_ptr()
     block_n, warps = 64 if in_place else 32, 8
     if count > _FEW or (in_place and max(at.sizes) >= _VAST):
         block_n, warps = 128, 4 if at.tiles.rows <= 64 else 8
     wide = 64 if at.table.invariant else power_of_2(at.multiple * at.table.widest)
+    block_k = max(16, min(64, wide))
     _expand[(at.blocks(block_n), count)](
         u, base, y, *at.where, *at.widths,
         u.stride(1), u.stride(0), base.stride(1), base.stride(0), y.stride(0),
-        **at.constants, BASES=bases, SPLITS=len(u) if bases == 1 else 1, IN_PLACE=in_place,
-        BLOCK_M=at.tiles.rows, BLOCK_N=block_n, BLOCK_K=max(16, min(64, wide)),
+        **at.constants, BASES=bases, SPLITS=len(u) if bases == 1 else 1, SUMMED=summed,
+        IN_PLACE=in_place, EARLY=count <= 16 and at.multiple * at.table.widest <= block_k,
+        BLOCK_M=at.tiles.rows, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=warps, num_stages=2 if in_place and count <= _FEW else 1, **PDL,
     )  # fmt: skip
 
@@ -339,11 +370,15 @@ def expand(u: Tensor, y: Tensor, at: SiteMatrices) -> None:
     _expanded(u, y[None], y, at)
 
 
-def unite(u: Tensor, base: Tensor, dtype: torch.dtype, at: SiteMatrices) -> Tensor:
-    """The sum over S of base + scale · u · Bᵀ, both [S, …]; `base` is fp32 and tiles cover every row."""
+def unite(u: Tensor, base: Tensor, dtype: torch.dtype, at: SiteMatrices, *, summed: bool = False) -> Tensor:
+    """The sum over S of base + scale · u · Bᵀ, both [S, …]; `base` is fp32 and tiles cover every row.
+
+    `summed`: base and u are summed first, which is faster. Otherwise a split of u is rounded for itself, as
+    where the trainer splits a sum too.
+    """
     assert len(u) == len(base)
     y = torch.empty(base.shape[1:], dtype=dtype, device=base.device)
-    _expanded(u, base, y, at)
+    _expanded(u, base, y, at, summed=summed)
     return y
 
 

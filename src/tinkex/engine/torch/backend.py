@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.torch import plain
@@ -138,7 +139,9 @@ class Backend:
         """x @ weight.T + bias for a frozen weight; `packed` is what `functions.pack` made of it."""
         return linear(x, weight, bias, packed)
 
-    def route(self, experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None) -> Routing:
+    def route(
+        self, experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None, context: ForwardContext
+    ) -> Routing:
         """`ExpertMlp.route`."""
         return experts.route(x_TD, known_TK)
 
@@ -147,6 +150,14 @@ class Backend:
     ) -> Tensor:
         """`ExpertMlp.routed`."""
         return experts.routed(x_TD, routing, context)
+
+    def add_gated(self, y_TD: Tensor, shared_TD: Tensor, x_TD: Tensor, gate_1D: Tensor) -> Tensor:
+        """The experts' results and the shared expert's, times the sigmoid of x · gate."""
+        return y_TD + shared_TD * F.linear(x_TD, gate_1D).sigmoid()
+
+    def few_outputs(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        """A product with a small matrix [O, I], rows contiguous."""
+        return F.linear(x_TI, weight_OI)
 
     def split_heads(
         self, attention: Attention, qkv: Tensor | PartialProjection, context: ForwardContext

@@ -23,6 +23,7 @@ from tinkex.errors import InvalidInputError
 
 SCHEMES = ("nf4", "fp8", "int8")  # what `quantise` makes
 TILE = 64  # rows, and columns of 4 bits, that kernels multiply at a time
+ALIGNED = 16  # elements: where rows of scales begin, as kernels read them
 _EXPANDED = 1 << 21  # values that are expanded at a time
 _NF4_BLOCK = 64
 _FP8_MAX = 448.0
@@ -141,7 +142,7 @@ class QuantisedWeight:
         if wide > TILE:
             scale, wide = scale.repeat_interleave(wide // TILE, dim=-1), TILE
         codes = _tile(self.codes, wide)
-        return replace(self, codes=codes, scale=scale, block=(1, wide), factor=1.0, tiled=True)
+        return replace(self, codes=codes, scale=_aligned(scale), block=(1, wide), factor=1.0, tiled=True)
 
     def expand(self) -> Tensor:
         """All values in fp32."""
@@ -223,7 +224,17 @@ def united(parts: Sequence[QuantisedWeight | Tensor]) -> QuantisedWeight | None:
         whole.append(part)
     zeros = [part.zero for part in whole if part.zero is not None]
     codes, scale = torch.cat([part.codes for part in whole]), torch.cat([part.scale for part in whole])
+    scale = _aligned(scale) if first.tiled else scale
     return replace(first, codes=codes, scale=scale, zero=torch.cat(zeros) if zeros else None)
+
+
+def _aligned(scale: Tensor) -> Tensor:
+    """The same scales, whose rows begin at multiples of ALIGNED elements; zeros lie between them.
+
+    Kernels then load several scales at once, and while they multiply with earlier ones.
+    """
+    columns = scale.shape[-1]
+    return scale if columns % ALIGNED == 0 else F.pad(scale, (0, -columns % ALIGNED))[..., :columns]
 
 
 class QuantisedMatrix:

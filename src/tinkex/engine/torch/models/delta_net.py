@@ -50,7 +50,7 @@ class DeltaNet(Block):
         self.norm = frozen_parameter(config.value_dim)
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor | PartialProjection:
-        qkvz, rates = total(self.qkvz(x_TD, context)), F.linear(x_TD, self.rates)
+        qkvz, rates = total(self.qkvz(x_TD, context)), context.backend.few_outputs(x_TD, self.rates)
         return self.out(context.backend.mixed_delta(self, qkvz, rates, context.states), context)
 
     def mixed(self, qkvz: Tensor, rates: Tensor, states: Sequence[StateGroup]) -> Tensor:

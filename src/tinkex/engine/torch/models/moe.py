@@ -79,7 +79,7 @@ class ExpertMlp(Block):
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         known = None if context.chosen is None else context.chosen.get(self.layer)
-        routing = context.backend.route(self, x_TD, known)
+        routing = context.backend.route(self, x_TD, known, context)
         if context.chosen is not None:
             context.chosen[self.layer] = routing.expert_TK
         h = self._normed(x_TD, 2, context)
@@ -88,12 +88,19 @@ class ExpertMlp(Block):
         if self.latent_out is not None:
             y_TD = total(self.latent_out(y_TD, context))
         y_TD = self._normed(y_TD, 3, context)
-        if self.shared is not None:
-            shared_TD = total(self.shared(self._normed(x_TD, 0, context), context))
-            if self.shared_gate is not None:
-                shared_TD = shared_TD * F.linear(x_TD, self.shared_gate).sigmoid()
-            y_TD = y_TD + self._normed(shared_TD, 1, context)
-        return y_TD
+        if self.shared is None:
+            return y_TD
+        shared_TD = total(self.shared(self._normed(x_TD, 0, context), context))
+        if self.shared_gate is not None and self.norms is None:
+            return context.backend.add_gated(y_TD, shared_TD, x_TD, self.shared_gate)
+        if self.shared_gate is not None:
+            shared_TD = shared_TD * F.linear(x_TD, self.shared_gate).sigmoid()
+        return y_TD + self._normed(shared_TD, 1, context)
+
+    @property
+    def reads_input(self) -> bool:
+        """Whether experts read what the router reads."""
+        return self.norms is None and self.latent_in is None
 
     def _normed(self, x_TD: Tensor, index: int, context: ForwardContext) -> Tensor:
         """By one of `ExpertNorms`, where there are any."""
