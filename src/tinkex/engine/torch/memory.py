@@ -26,7 +26,7 @@ from tinkex.engine.torch.models.architecture import (
 from tinkex.engine.torch.models.delta_net import CHUNK
 
 # Tokens of a micro-batch: enough for efficient products, few enough not to delay sampling for long.
-PASS_TOKENS = {"cpu": 1024, "cuda": 16384}
+PASS_TOKENS = {"cpu": 768, "cuda": 16384}
 _SHARE = 0.5  # of the free memory that one pass may plan with
 _KEPT = 1 << 30  # bytes of a pass's activations that malloc may keep
 _KEPT_SHARE = 1 / 8  # of the free memory, at most
