@@ -59,6 +59,8 @@ ROWS = [
         ("`openpipe-art[tinker]`", "its native backend trains, and goes on after a restart", "openpipe_art"),
         ("`trinity-rft[tinker]` 0.5", "GRPO from its command line, in a Ray of its own", "trinity_rft"),
     ]),
+    ("`wandb`, `trackio`", "metrics of recipes, and of all runs of a server; offline",
+     r"compat\.test_(trackers|mirrors)::"),
     ("PEFT, transformers", "load our adapters, merged models", r"test_checkpoint::test_peft|test_export::"),
 ]  # fmt: skip
 
