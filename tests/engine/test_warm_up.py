@@ -51,6 +51,7 @@ def test_all_that_requests_use_is_used(engine: TorchEngine, monkeypatch: pytest.
     monkeypatch.setattr(engine._trainer, "execute", note)
     warm_up(engine, SMALL)
     assert steps >= {1, 2, 3, 4, 5}
+    assert commands[-3:] == ["ForwardBackward", "OptimStep", "DropAdapter"]  # captures free a pass's memory
     assert {"CreateAdapter", "ForwardBackward", "OptimStep", "ExportAdapter", "DropAdapter"} <= set(commands)
 
 
@@ -59,8 +60,8 @@ def test_it_says_how_far_it_is(engine: TorchEngine, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     said: list[str] = []
     warm_up(engine, SMALL, said.append)
-    # 4 s for 1 of 51.2: passes count as seven each, prompts as 0.4
-    assert said[0] == "compiling kernels and capturing steps: 1 of 26 (a pass of 64 tokens), about 201 s"
+    # 4 s for 1 of 52.2: passes count as seven each, prompts as 0.4
+    assert said[0] == "compiling kernels and capturing steps: 1 of 27 (a pass of 64 tokens), about 205 s"
     assert len(said) > 5
 
 

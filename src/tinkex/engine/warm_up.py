@@ -128,6 +128,8 @@ class _Warming:
             for count in decode_sizes(work.batch):
                 what = f"decode steps of {count} requests"
                 yield what, lambda n=count, name=adapter: self._sample(n, 8, adapter=name)
+        # Capturing gave the memory of passes back to the device: the first client would wait for it.
+        yield "memory of a pass", lambda: self._train(work.pass_tokens, "cross_entropy")
         yield "its end", self._drop
 
     def _create(self) -> None:
