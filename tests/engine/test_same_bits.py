@@ -1,4 +1,4 @@
-"""A sampler's rows are bitwise identical to a trainer's many rows, with weights as large as 8B's.
+"""A sampler's rows are bitwise identical to a trainer's many rows, with weights as large as 8B's, or experts.
 
 In a model of that size with random weights whatever differs in the last bit shows in every logprob; in
 smaller ones it does not, and their products are cut as is quickest.
@@ -7,6 +7,7 @@ smaller ones it does not, and their products are cut as is quickest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,15 +158,24 @@ def one_token_tiles(lengths: Sequence[int], pages: int) -> paged.Queries:
     return paged.Queries(cells.to(DEVICE), table.to(DEVICE), 1)
 
 
-@pytest.mark.parametrize("requests", [1, 3, 16, 24, 70, 130])
-def test_logprobs_of_a_sampler_are_those_of_the_trainer(requests: int) -> None:
-    """Two layers as large as 8B's, so many prompts at once."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
-        "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "intermediate_size": 12288, "vocab_size": 8192, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "max_position_embeddings": 512,
-    }  # fmt: skip
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
+    "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 12288, "vocab_size": 8192, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6, "max_position_embeddings": 512,
+}  # fmt: skip
+EXPERTS = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+    "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "requests"), [*((DENSE, count) for count in (1, 3, 16, 24, 70, 130)), (EXPERTS, 16)]
+)
+def test_logprobs_of_a_sampler_are_those_of_the_trainer(config: dict[str, Any], requests: int) -> None:
+    """Two layers as large as those of 8B and 30B-A3B, so many prompts at once."""
     decoder = empty_decoder(model_config(config), "cuda", torch.bfloat16)
     torch.manual_seed(0)
     for name, weight in decoder.weights().items():
