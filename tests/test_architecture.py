@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "tinkex"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 FILES, LINES = 25, 6000  # what a newcomer reads for one request
+FAMILY_LINES = 60  # from a `config.json` to a `ModelConfig`
 # Not a function call: the values of the contract, and the table of operations.
 DECLARATIONS = {"engine/protocol.py", "wire/ops.py"}
 
@@ -50,6 +52,20 @@ def executed(
 def test_the_path_is_short_enough_to_read() -> None:
     assert len(PATH) <= FILES
     assert sum(len((SOURCE / file).read_text().splitlines()) for file in PATH) <= LINES
+
+
+def test_a_family_is_a_short_function() -> None:
+    """A family is told apart by what it is made of, so that the next one is quickly added."""
+    files = (SOURCE / "engine" / "torch" / "models").glob("*families.py")
+    functions = [
+        node
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
+    assert {"llama", "gemma4", "qwen3_5", "deepseek_v3", "nemotron_h"} <= lengths.keys()
+    assert {name: lines for name, lines in lengths.items() if lines > FAMILY_LINES} == {}
 
 
 def test_no_file_is_listed_twice() -> None:
