@@ -56,7 +56,7 @@ BATCH = 8  # samples at once on a fake device
 RUNS = 64
 PAYLOAD = 1 << 20  # bytes of a published adapter, for each of its rank
 LARGE = 32  # the rank of an adapter of a realistic size
-LIVE = 1536  # runs whose adapters are in memory
+LIVE, TENANTS = 1536, 8  # runs whose adapters are in memory; their users, who may have 256 each
 
 
 # -- the fake device ---------------------------------------------------------------------------------------
@@ -241,15 +241,18 @@ async def live_runs(count: int, trainers: int = 4) -> tuple[float, float, float]
         config = EngineConfig(model, device="cpu", max_context=64, adapter_bytes=16 << 30, threads=1)
         changes = {"models": {MODEL: model}, "engine": config, "placements": placements}
         async with serving(Path(place, "home"), build_engine, long_poll=600.0, **changes) as service:
-            user = User(service)
-            ids = [[await user.run(rank=4, seed=n) for n in range(trainers)]]
-            await asyncio.gather(*(user.train(run, 1, 1) for run in ids[0]))  # what a pass takes once
+            users = [User(service, f"user-{n}") for n in range(TENANTS)]
+            first = [await users[0].run(rank=4, seed=n) for n in range(trainers)]
+            await asyncio.gather(*(users[0].train(run, 1, 1) for run in first))  # what a pass takes once
             served = service.models.find(MODEL).engine
             assert isinstance(served, ClusterEngine)
             before, had = _trainer_memory(), await _adapter_bytes(served)
             begun = time.perf_counter()
-            runs = [await user.run(rank=4, seed=n) for n in range(count - trainers)]
-            await asyncio.gather(*(user.train(run, 1, 1) for run in runs))
+            runs: list[tuple[User, str]] = []
+            for n in range(count - trainers):
+                user = users[n % TENANTS]
+                runs.append((user, await user.run(rank=4, seed=n)))
+            await asyncio.gather(*(user.train(run, 1, 1) for user, run in runs))
             took = time.perf_counter() - begun
             grown = await _adapter_bytes(served) - had
             live = served.heartbeat().stats["adapters_live"]
