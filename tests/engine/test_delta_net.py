@@ -10,15 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
-from tinkex.engine.torch.models.delta_net import (
-    CHUNK,
-    Chunks,
-    chunk_size,
-    conv_silu,
-    delta_chunks,
-    delta_step,
-    unit,
-)
+from tinkex.engine.torch.models.delta_net import Chunks, conv_silu, delta_chunks, delta_step, unit
 
 K, H, D, V = 2, 4, 16, 8
 PACKED = ([70, 5, 130, 64, 1], [64, 64], [128], [3, 3, 3], [1, 200])
@@ -30,8 +22,8 @@ def _inputs(tokens: int) -> list[Tensor]:
     return [q, k, torch.randn(tokens, H, V), -torch.rand(tokens, H), torch.rand(tokens, H)]
 
 
-def _chunks(lengths: Sequence[int], size: int = CHUNK) -> Chunks:
-    return Chunks(lengths, torch.device("cpu"), size)
+def _chunks(lengths: Sequence[int]) -> Chunks:
+    return Chunks(lengths, torch.device("cpu"))
 
 
 def _reference(inputs: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,11 +65,10 @@ def test_a_sequence_goes_on_from_its_state() -> None:
     torch.testing.assert_close(after, final, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("lengths", PACKED)
-def test_gradients_equal_those_of_transformers(lengths: list[int], quick: bool) -> None:
+def test_gradients_equal_those_of_transformers(lengths: list[int]) -> None:
     inputs = [x.requires_grad_() for x in _inputs(sum(lengths))]
-    o, _ = delta_chunks(*inputs, _chunks(lengths, chunk_size(lengths) if quick else CHUNK))
+    o, _ = delta_chunks(*inputs, _chunks(lengths))
     to = torch.randn_like(o)
     got = torch.autograd.grad(o, inputs, to)
     split = zip(*(x.split(lengths) for x in inputs), strict=True)
@@ -100,11 +91,3 @@ def test_convolution_stays_within_sequences(lengths: list[int]) -> None:
     torch.testing.assert_close(last, torch.stack(ends))
     (got,), (asked,) = (torch.autograd.grad(o, x, to) for o in (y, torch.cat(want)))
     torch.testing.assert_close(got, asked)
-
-
-def test_chunks_are_as_long_as_is_quickest() -> None:
-    """Sequences of one length are cut evenly; a few tokens more than a chunk are no chunk of their own."""
-    assert chunk_size([37] * 20) == 37
-    assert chunk_size([70]) == 35
-    assert chunk_size([128] * 4) in (32, 43, 64)
-    assert chunk_size([16, 22, 29, 39, 53, 71, 95, 128]) < 48

@@ -39,7 +39,8 @@ from tinkex.engine.protocol import (
 )
 
 log = logging.getLogger("tinkex")
-A, T = TypeVar("A"), TypeVar("T")
+A = TypeVar("A")
+T = TypeVar("T")
 PATIENCE = 120.0  # seconds for the cluster to make room for the actors
 BEAT = 0.5  # seconds between two looks at the samplers
 MAX_FAILURES = 3  # attempts in a row to build a trainer or a sampler, before the engine is given up

@@ -89,6 +89,11 @@ class SiteShape:
         ]
 
 
+def _view(flat: Tensor, place: _Strides, start: int) -> Tensor:
+    shape, strides, at = place
+    return flat.as_strided(shape, strides, at + start)
+
+
 def lay_out(sites: Sites, lora: LoraConfig, *, shared: bool = True) -> dict[Site, SiteShape]:
     """The layout of the sites that `lora`'s train flags cover, one after the other in the flat buffer.
 
@@ -153,11 +158,8 @@ class Adapter:
         E is 1 on the side that experts share.
         """
         flat = self.flat if flat is None else flat
-        start = flat.storage_offset()
-        return {
-            name: (flat.as_strided(*a, a_at + start), flat.as_strided(*b, b_at + start))
-            for name, ((*a, a_at), (*b, b_at)) in self._named.items()
-        }
+        start = int(flat.storage_offset())
+        return {name: (_view(flat, a, start), _view(flat, b, start)) for name, (a, b) in self._named.items()}
 
     @cached_property
     def _named(self) -> dict[str, tuple[_Strides, _Strides]]:

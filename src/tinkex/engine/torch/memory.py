@@ -78,12 +78,11 @@ def _layer_values(config: ModelConfig, layer: LayerConfig) -> int:
                 values += heads + 2 * kv_heads
         case DeltaConfig() as mixer:
             # before and after the convolution, q and k as units, v, the result normed and gated; in chunks
-            # the decays and products of pairs, both sides of the solve, and states of the chunks' ends,
-            # which are half a `CHUNK` apart at least
+            # the decays and products of pairs, both sides of the solve, and states of the chunks' ends
             heads, pairs = mixer.value_heads, 4 * CHUNK
             values += 4 * mixer.channels + 6 * mixer.widths[3]
             values += heads * (pairs + 3 * (mixer.key_dim + mixer.value_dim))
-            values += 4 * heads * mixer.key_dim * mixer.value_dim // CHUNK
+            values += 2 * heads * mixer.key_dim * mixer.value_dim // CHUNK
         case MambaConfig() as mixer:
             # before and after the convolution, x times its step, the result gated and normed; in chunks the
             # decays and products of pairs, and states of the chunks' ends

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.torch.kv import PAGE, Pages, zeros
-from tinkex.engine.torch.models.delta_net import Chunks, chunk_size
+from tinkex.engine.torch.models.delta_net import Chunks
 
 GRID = 512  # tokens between snapshots inside a sequence
 StateShapes = Mapping[int, tuple[tuple[int, ...], ...]]  # by recurrent layer: the tensors of one sequence
@@ -45,11 +45,6 @@ class StateGroup:
     @cached_property
     def chunks(self) -> Chunks:
         return Chunks(self.lengths, self._device)
-
-    @cached_property
-    def quick_chunks(self) -> Chunks:
-        """Of a delta net's training. In sampling a prompt's chunks do not depend on prompts beside it."""
-        return Chunks(self.lengths, self._device, chunk_size(self.lengths))
 
     def read(self, layer: int) -> Sequence[Tensor] | None:
         """The states [B, …] before the tokens; None: zeros. They may be written to."""

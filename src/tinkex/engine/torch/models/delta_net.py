@@ -28,8 +28,7 @@ from tinkex.engine.torch.models.projection import Projection, total
 if TYPE_CHECKING:
     from tinkex.engine.torch.states import StateGroup
 
-CHUNK = 64  # tokens, at most
-_STATE_COST = 96  # products of a token with a state of 128 x 128, in those with tokens of its chunk
+CHUNK = 64  # tokens
 
 
 class DeltaNet(Block):
@@ -74,8 +73,7 @@ class DeltaNet(Block):
         if state is not None and max(group.lengths) == 1:
             o_THV = delta_step(q, k, v_THV, g_TH, beta_TH, state)
         else:
-            chunks = group.chunks if state is not None else group.quick_chunks
-            o_THV, state = delta_chunks(q, k, v_THV, g_TH, beta_TH, chunks, state)
+            o_THV, state = delta_chunks(q, k, v_THV, g_TH, beta_TH, group.chunks, state)
         group.write(self.layer, (last, state))
         return o_THV
 
@@ -121,14 +119,6 @@ def by_key_head(parts: Sequence[Tensor], key_heads: int) -> Tensor:
     return torch.cat([part.unflatten(0, (key_heads, -1)) for part in parts], 1).flatten(0, 1)
 
 
-def chunk_size(lengths: Sequence[int]) -> int:
-    """Tokens of a delta net's chunk: short chunks pad less, and long ones go through fewer states."""
-    sizes = np.arange(CHUNK // 2, CHUNK + 1)
-    counts = -(-np.asarray(lengths)[:, None] // sizes)
-    cost = counts.sum(0) * sizes * (sizes + _STATE_COST)
-    return int(sizes[cost.argmin()])
-
-
 class Chunks:
     """Where the tokens of packed sequences of `lengths` lie in chunks, which advance step by step.
 
@@ -136,8 +126,8 @@ class Chunks:
     of a step are the first ones of the step before.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device, size: int = CHUNK) -> None:
-        self.lengths, self.size = list(lengths), min(size, max(lengths))
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths, self.size = list(lengths), min(CHUNK, max(lengths))
         counts = -(-np.asarray(lengths) // self.size)
         order = np.argsort(-counts, kind="stable")
         self.steps = [int((counts > step).sum()) for step in range(counts.max())]
@@ -166,24 +156,20 @@ class Chunks:
         return x if self.whole else _Move.apply(x, self.place_T, len(self.place_T), False)
 
     def scan(
-        self,
-        step: Callable[..., tuple[Tensor, Tensor]],
-        state_B: Tensor | None,
-        *inputs_N: Tensor,
+        self, step: Callable[..., tuple[Tensor, Tensor]], state_B: Tensor, *inputs_N: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`step` maps a state (None: zero) and one chunk's inputs to its output and the next state.
+        """`step` maps a state and one chunk's inputs to its output and the next state.
 
         Returns the outputs of all chunks, and the states after the last tokens.
         """
-        state = state_B if self.sorted or state_B is None else state_B[self.order_B]
+        state = state_B if self.sorted else state_B[self.order_B]
         ended, outputs = list[Tensor](), list[Tensor]()
         for inputs in zip(*(x.split(self.steps) for x in inputs_N), strict=True):
-            if state is not None and len(inputs[0]) < len(state):
+            if len(inputs[0]) < len(state):
                 ended.append(state[len(inputs[0]) :])
                 state = state[: len(inputs[0])]
             output, state = step(state, *inputs)
             outputs.append(output)
-        assert state is not None
         final = torch.cat([state, *reversed(ended)]) if ended else state
         return torch.cat(outputs), final if self.sorted else final[self.rank_B]
 
@@ -246,12 +232,12 @@ def delta_chunks(
     k_t = (k * (end - decayed).exp()[..., None]).reshape(heads).transpose(2, 3)
     end = end.exp().reshape(N, H, 1, 1)
 
-    def step(state: Tensor | None, u: Tensor, w: Tensor, q: Tensor, seen: Tensor, k_t: Tensor, end: Tensor):
-        if state is None:
-            return seen @ u, k_t @ u
+    def step(state: Tensor, u: Tensor, w: Tensor, q: Tensor, seen: Tensor, k_t: Tensor, end: Tensor):
         new = u - w @ state
         return q @ state + seen @ new, state * end + k_t @ new
 
+    if state_BHDV is None:
+        state_BHDV = v_THV.new_zeros(len(chunks.lengths), H, D, V)
     o, final = chunks.scan(step, state_BHDV, u, w, q, seen, k_t, end)
     return chunks.join(o.transpose(1, 2)), final  # [N, C, H, V]
 
