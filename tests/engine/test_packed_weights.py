@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.engine.by_kernels import BF16, DEVICE, MARKS, random
 from tests.engine.plain_lora import PlainLora
-from tinkex.engine.cuda import lora_kernels
+from tinkex.engine.cuda import lora_kernels, packed_codes
 from tinkex.engine.cuda import packed_weights as packed
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.torch.adapters import Adapter
@@ -187,7 +187,7 @@ def assembled(ptx: str, given: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_assembled_values_of_four_bits(kind: str) -> None:
-    ptx = (packed._NF4_PTX if kind == "nf4" else packed._FP4_PTX).value
+    ptx = (packed_codes._NF4_PTX if kind == "nf4" else packed_codes._FP4_PTX).value
     table = torch.tensor(NF4 if kind == "nf4" else FP4).bfloat16()
     for seed in range(16):
         codes = torch.randint(0, 256, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -201,7 +201,7 @@ def test_assembled_values_of_four_bits(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_assembled_values_of_eight_bits(kind: str) -> None:
-    ptx = (packed._FP8_PTX if kind == "fp8" else packed._INT8_PTX).value
+    ptx = (packed_codes._FP8_PTX if kind == "fp8" else packed_codes._INT8_PTX).value
     codes = torch.arange(256, dtype=torch.uint8).view(-1, 4)
     values = codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.int8).float().bfloat16()
     scale = torch.tensor([1.0, -0.3, 7.5, 2e-3]).bfloat16()

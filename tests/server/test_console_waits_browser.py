@@ -163,7 +163,7 @@ def test_the_processes_of_a_cluster_are_told_one_by_one(
     for row in rows.all():
         assert row.locator("td").first.inner_text() != ""
         expect(row).to_contain_text("works")
-    expect(rows.nth(0)).to_contain_text("0 / 256")
+    expect(rows.nth(0)).to_contain_text("0 / 288")
     adapters = rows.locator("td:nth-child(5)")
     expect(adapters.nth(0)).to_have_text("1", timeout=10_000)  # the run is on this trainer, and tells so
     assert adapters.nth(1).inner_text() == "0"
