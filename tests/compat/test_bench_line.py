@@ -29,5 +29,9 @@ def test_every_row_has_a_figure() -> None:
     found = json.loads(done.stdout)
     titles = [row["title"] for row in found["rows"]]
     assert any(title.startswith("publish, `power`") for title in titles)
-    assert all(row["ours"] > 0 for row in found["rows"] if " - second" not in row["title"])
+    # A first time may take no longer than a second: these rows are differences.
+    differences = (" - second", "longest stall", "once more: noise")
+    figures = [row for row in found["rows"] if not any(word in row["title"] for word in differences)]
+    assert all(row["ours"] > 0 for row in figures)
+    assert len(figures) < len(titles)
     assert {row["goal"] for row in found["rows"]} >= {"≥ 0.9", "≥ 0.95", "≤ 1.1", "≤ 1.2", "≤ 2", "≤ 0.5"}
