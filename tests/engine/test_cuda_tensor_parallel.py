@@ -278,12 +278,15 @@ def test_two_shards_draw_what_one_device_draws(case: Case, tmp_path: Path) -> No
         found = seen(two, case.adapters, tmp_path / "two")
     finally:
         two.close()
-    same, apart = 0, []
+    partings, apart = 0, []
     for (_, ids, logprobs), (_, others, their) in zip(found.samples, want.samples, strict=True):
         parted = next((i for i, pair in enumerate(zip(ids, others, strict=True)) if len(set(pair)) > 1), None)
-        same += parted is None
+        partings += parted is not None
         apart.append(logprobs[:parted] - their[:parted])
-    print(f"{same} of {len(found.samples)} samples are token by token the same")
-    assert same >= len(found.samples) / 2
+    same = sum(map(len, apart))
+    print(f"{same} tokens are the same, {partings} of {len(found.samples)} samples part")
+    # With a large vocabulary and random weights many tokens are nearly as likely, so whole samples seldom
+    # agree. Draws that had nothing to do with each other would agree in about one token of a thousand.
+    assert same >= 0.8 * (same + partings)
     size = median if case.kind == "experts" else rms  # a close router may choose other experts
     assert size(np.concatenate(apart)) <= 0.1
