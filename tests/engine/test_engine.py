@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import threading
@@ -244,6 +245,40 @@ def test_requests_that_come_together_are_taken_together(monkeypatch: pytest.Monk
     thread.submit(lambda: None).result(timeout=10)  # a command does not wait for further requests
     thread.close()
     assert seen == [5]
+
+
+class Endless(Idle):
+    """Decoding that always has another step, which takes `seconds`."""
+
+    busy = True
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.steps = seconds, 0
+
+    def step(self) -> None:
+        self.steps += 1
+        time.sleep(self.seconds)
+
+
+def test_long_steps_leave_half_of_the_time_to_short_commands():
+    """Each is sent when the one before has its result, as a step follows its pass."""
+    steps = Endless(0.05)
+    thread = EngineThread(steps)
+    for _ in range(40):
+        thread.submit(lambda: time.sleep(0.005)).result(timeout=10)
+    thread.close()
+    assert steps.steps <= 20  # 0.2 s of commands: four, and some after commands that came late
+
+
+def test_there_is_a_step_between_any_two_long_commands():
+    steps = Endless(0.001)
+    thread = EngineThread(steps)
+    counts: list[int] = []
+    done = [thread.submit(lambda: (counts.append(steps.steps), time.sleep(0.02))) for _ in range(10)]
+    for future in done:
+        future.result(timeout=10)
+    thread.close()
+    assert all(later > earlier for earlier, later in itertools.pairwise(counts[1:]))
 
 
 def test_closing_fails_what_waits_behind_a_command():

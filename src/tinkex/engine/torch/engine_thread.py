@@ -1,7 +1,8 @@
-"""The one thread of an engine: it executes training commands in order and decodes between any two of them.
+"""The one thread of an engine: it executes training commands in order, and decodes between them.
 
-When the thread ends, everything that was not done fails with EngineLost; an error after which the device
-cannot be used any more ends it. Knows nothing of models.
+While both have work, training has at least half of the time; decoding has the rest, and at least a step
+between two commands that take longer than it. When the thread ends, everything that was not done fails with
+EngineLost; an error after which the device cannot be used any more ends it. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ log = logging.getLogger("tinkex")
 # A burst of requests ends when none has come for `_PAUSE` seconds, or after `_LONGEST`.
 _PAUSE, _LONGEST = 3e-4, 0.02
 _REPORT_EVERY = 0.01  # seconds, while decoding
+_MOST_AHEAD = 0.1  # seconds that decoding or training may have had more than the other
+_SOON = 0.005  # seconds in which a command comes that is sent when the last one's result is there
 T = TypeVar("T")
 Queue = deque[tuple[Callable[[], Any], Future[Any]]]
 
@@ -47,6 +50,8 @@ class EngineThread:
         self._commands: Queue = deque()
         self._posted: Queue = deque()
         self._closed = False
+        self._ahead = 0.0  # seconds that decoding has had more than training
+        self._after_command = False  # no decode step has run since the last command
         # The last report: taken after each command, on going idle, and regularly while decoding.
         self.stats, self._reported = report(), 0.0
         self._thread = threading.Thread(target=self._run, name="tinkex-engine", daemon=True)
@@ -104,9 +109,27 @@ class EngineThread:
             look()
             if rested:
                 self._gather()
-            self._turn()
+            self._run_posted()
+            if not self._training_is_due():
+                self._step()
             if self._commands and not self._closed:
+                began = time.monotonic()
                 self._do(*self._commands.popleft(), report=True)
+                self._count(began - time.monotonic())
+                self._after_command = True
+
+    def _training_is_due(self) -> bool:
+        """Has decoding had more of the time, and is a command there, or about to follow the last one?"""
+        if self._ahead <= 0 or not self._decoding.busy:
+            return False
+        if self._after_command and not self._commands:
+            with self._wake:
+                self._wake.wait_for(lambda: self._closed or self._commands, min(_SOON, self._ahead / 8))
+        return bool(self._commands)
+
+    def _count(self, seconds: float) -> None:
+        """Decoding has had so many seconds more; negative ones are training's."""
+        self._ahead = max(-_MOST_AHEAD, min(_MOST_AHEAD, self._ahead + seconds))
 
     def _gather(self) -> None:
         """Admit a burst of requests before the first decode step, so that sizes do not vary by timing."""
@@ -122,20 +145,24 @@ class EngineThread:
         while self._posted:
             self._do(*self._posted.popleft())
 
-    def _turn(self) -> None:
-        self._run_posted()
-        if self._decoding.busy:
-            try:
-                self._decoding.step()
-            except Exception as error:  # a bug, since a step fails its own requests: the thread goes on
-                if self._device_works():
-                    message = f"decoding failed: {type(error).__name__}: {error}"
-                    self._decoding.fail_all(EngineError(message))
+    def _step(self) -> None:
+        if not self._decoding.busy:
+            return
+        began = time.monotonic()
+        try:
+            self._decoding.step()
+        except Exception as error:  # a bug, since a step fails its own requests: the thread goes on
+            if self._device_works():
+                message = f"decoding failed: {type(error).__name__}: {error}"
+                self._decoding.fail_all(EngineError(message))
+        self._count(time.monotonic() - began)
+        self._after_command = False
 
     def rest(self) -> None:
         """Called by a long command between its parts: decode a step, unless the thread is closed."""
         if not self._closed:
-            self._turn()
+            self._run_posted()
+            self._step()
 
     def _do(self, function: Callable[[], Any], future: Future[Any], report: bool = False) -> None:
         if not future.set_running_or_notify_cancel():
