@@ -8,7 +8,8 @@ kept (--keep-rollouts 1). CPU time, because what else the machine does changes i
 With and without alternate, and the change is the median over pairs, with its quartiles.
 
 With --paced the client sends a fixed number of requests a second, so that both sides do the same work. The
-difference is what watching takes of a core, the most that it can take of the throughput of the event loop.
+difference is what watching takes of a core, the most that it can take of the throughput of the event loop; it
+is told as the mean over rounds with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -209,9 +210,13 @@ def paced(pages: int, seconds: float, rounds: int) -> None:
                 found[what].append(client.paced(seconds))
                 opened.close()
         for what, shares in found.items():
-            apart = sorted(one - bare for one, bare in zip(shares, found["no pages"], strict=True))
-            middle = f"{statistics.median(apart):+.1%} of a core ({apart[0]:+.1%} to {apart[-1]:+.1%})"
-            print(f"{what:14} {statistics.median(shares):.1%} of a core; {middle}", flush=True)
+            line = f"{what:14} {statistics.mean(shares):.2%} of a core"
+            if shares is not found["no pages"]:
+                apart = [one - bare for one, bare in zip(shares, found["no pages"], strict=True)]
+                mean, error = statistics.mean(apart), statistics.stdev(apart) / rounds**0.5
+                low, high = mean - 2.1 * error, mean + 2.1 * error  # Student's t for some 20 rounds
+                line += f"; {mean:+.2%} of a core (95 % interval {low:+.2%} to {high:+.2%})"
+            print(line, flush=True)
         for client in (plain, kept):
             client.close()
 

@@ -5,8 +5,9 @@
 The peer, in the same run, is what people write without a service: a plain peft loop and `generate`, on the
 same weights and threads. A batch is 8 sequences of 128 tokens, rank 8. The sides alternate over rounds, and
 the table shows medians. Each of the four tenants is a process of its own, as users are. There are two
-servers: goals hold for `--durability process`, and the column `power` is the other, with its clients. A
-missed goal does not fail the run; a crash does. On a busy machine the figures mean little: the first line
+servers: goals hold for `--durability process`, and the last column is the other, with its clients: `power`,
+or with `--against DIR` the server of another checkout, and ours over its. A missed goal does not fail the
+run; a crash does. On a busy machine the figures mean little: the first line
 has the load average. With `--device` it measures what bench/line_device.py says instead.
 """
 
@@ -109,9 +110,9 @@ def official(python: Path) -> Iterator[Child]:
 
 
 @contextlib.contextmanager
-def ours(python: Path, *arguments: str) -> Iterator[Child]:
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
-    with child(str(python), str(HERE / "line_child.py"), *arguments, PYTHONPATH=path) as started:
+def ours(python: Path, *arguments: str, tree: Path = ROOT) -> Iterator[Child]:
+    path = os.pathsep.join(filter(None, [str(tree / "src"), os.environ.get("PYTHONPATH", "")]))
+    with child(str(python), str(tree / "bench/line_child.py"), *arguments, PYTHONPATH=path) as started:
         yield started
 
 
@@ -120,9 +121,9 @@ def ours(python: Path, *arguments: str) -> Iterator[Child]:
 
 @dataclass(frozen=True)
 class Side:
-    """A server and its clients."""
+    """A server and its clients. Its name is its durability, or "other": the server of another checkout."""
 
-    durability: str
+    name: str
     server: Child
     client: Child
     tenants: list[Child]
@@ -130,38 +131,41 @@ class Side:
 
 
 @contextlib.contextmanager
-def serving(options: argparse.Namespace, model: str, home: str, durability: str) -> Iterator[Side]:
+def serving(options: argparse.Namespace, model: str, home: str, name: str) -> Iterator[Side]:
     with official(options.official) as client, contextlib.ExitStack() as stack:
         tenants = [stack.enter_context(official(options.official)) for _ in range(TENANTS)]
         for other in (client, *tenants):
             other.hear()  # all is imported on both sides: the server has the machine to itself
-        home, threads = f"{home}-{durability}", str(options.threads)
-        with ours(options.ours, "serve", home, model, threads, durability) as server:
+        arguments = ["serve", f"{home}-{name}", model, str(options.threads)]
+        tree = options.against if name == "other" else ROOT
+        durability = [] if name == "other" else [name]
+        with ours(options.ours, *arguments, *durability, tree=tree) as server:
             torch_at = server.hear()["torch_at"]
             ready = server.hear()
             client.ask(ready["url"])
             first = {"ready_s": ready["at"] - torch_at, "seconds": client.ask("first")["at"] - torch_at}
             for tenant in tenants:
                 tenant.ask(ready["url"])
-            yield Side(durability, server, client, tenants, first)
+            yield Side(name, server, client, tenants, first)
 
 
 def measure(options: argparse.Namespace, model: str, home: str) -> dict[str, Figures]:
-    """By the server's durability; what the peer does is with `process`."""
-    seen: dict[str, dict[str, list[float]]] = {"process": defaultdict(list), "power": defaultdict(list)}
+    """By the name of the side; what the peer does is with `process`."""
+    second = "other" if options.against else "power"
+    seen: dict[str, dict[str, list[float]]] = {"process": defaultdict(list), second: defaultdict(list)}
     with contextlib.ExitStack() as stack:
         peer = stack.enter_context(ours(options.ours, "peer", model, str(options.threads)))
         peer.hear()
-        sides = [stack.enter_context(serving(options, model, home, durability)) for durability in seen]
+        sides = [stack.enter_context(serving(options, model, home, side)) for side in seen]
         for turn in range(-1, options.rounds):  # the first one warms all sides up
-            for durability, name, figures in one_round(sides, peer, turn):
+            for side, name, figures in one_round(sides, peer, turn):
                 if turn >= 0:
                     for key, value in figures.items():
-                        seen[durability][f"{name}.{key}"].append(value)
+                        seen[side][f"{name}.{key}"].append(value)
     found = {d: {key: statistics.median(values) for key, values in seen[d].items()} for d in seen}
-    for side in sides:
-        figures = found[side.durability]
-        figures |= {f"first.{key}": value for key, value in side.first.items()}
+    for one in sides:
+        figures = found[one.name]
+        figures |= {f"first.{key}": value for key, value in one.first.items()}
         figures["optim_step.more_ms"] = figures["optim_step.ms"] - figures["optim_step.nothing_ms"]
     return found
 
@@ -172,15 +176,15 @@ def one_round(sides: list[Side], peer: Child, turn: int) -> Iterator[tuple[str, 
         if turn % 2:
             yield "process", peer_name, peer.ask(peer_measure)
         for side in sides:
-            yield side.durability, name, side.client.ask(name)
+            yield side.name, name, side.client.ask(name)
         if not turn % 2:
             yield "process", peer_name, peer.ask(peer_measure)
     for name in ("optim_step", "one_token"):
         for side in sides:
-            yield side.durability, name, side.client.ask(name)
+            yield side.name, name, side.client.ask(name)
     for side in sides:
         alone = small_steps(side, 1)["together"]
-        yield side.durability, "tenants", {"alone": alone, **small_steps(side, TENANTS)}
+        yield side.name, "tenants", {"alone": alone, **small_steps(side, TENANTS)}
 
 
 def small_steps(side: Side, count: int) -> Figures:
@@ -203,6 +207,7 @@ def small_steps(side: Side, count: int) -> Figures:
 
 def summary(measured: dict[str, Figures]) -> list[dict[str, Any]]:
     found, figures = [], measured["process"]
+    second = next(name for name in measured if name != "process")
     for row in ROWS:
         value, base = figures[row.ours], figures.get(row.peer)
         ratio = value / base if base else None
@@ -211,7 +216,7 @@ def summary(measured: dict[str, Figures]) -> list[dict[str, Any]]:
         met = None if goal is None else (judged >= goal if row.at_least else judged <= goal)
         found.append(
             {"title": row.title, "base": base, "ours": value, "ratio": ratio, "goal": _goal(row), "met": met}
-            | {"power": measured["power"][row.ours]}
+            | {second: measured[second][row.ours]}
         )
     return found
 
@@ -227,13 +232,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
-    head = f"{'measure':<50}{'base':>9}{'ours':>9}{'ratio':>8}  {'goal':<8}{'met':<5}{'power':>7}"
+    head = f"{'measure':<50}{'base':>9}{'ours':>9}{'ratio':>8}  {'goal':<8}{'met':<5}"
+    head += f"{'other':>7}{'ours / other':>14}" if "other" in rows[0] else f"{'power':>7}"
     lines = [head, "-" * len(head)]
     for row in rows:
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}x"
         met = {True: "yes", False: "NO", None: ""}[row["met"]]
         numbers = f"{number(row['base']):>9}{number(row['ours']):>9}{ratio:>8}"
-        lines.append(f"{row['title']:<50}{numbers}  {row['goal']:<8}{met:<5}{number(row['power']):>7}")
+        second = row.get("power") or row.get("other")
+        last = f"{number(second):>7}" + (f"{row['ours'] / second:>14.2f}" if "other" in row else "")
+        lines.append(f"{row['title']:<50}{numbers}  {row['goal']:<8}{met:<5}{last}")
     return "\n".join(lines)
 
 
@@ -244,6 +252,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two rounds")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout of this project")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of both sides")
     parser.add_argument(
         "--official", type=Path, default=ROOT / ".venv-official/bin/python", help="its interpreter"
@@ -262,6 +271,7 @@ def parse() -> argparse.Namespace:
                      help="numbers of requests not seen before")  # fmt: skip
     options = parser.parse_args()
     options.rounds = 2 if options.quick else options.rounds
+    options.against = options.against and options.against.resolve()
     return options
 
 

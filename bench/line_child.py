@@ -26,7 +26,7 @@ def say(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def serve(home: str, model: str, threads: int, durability: Any) -> None:
+def serve(home: str, model: str, threads: int, durability: Any = "process") -> None:
     import torch  # noqa: F401
 
     say(torch_at=time.time())
@@ -97,8 +97,8 @@ class Peer:
 
 def main() -> None:
     match sys.argv[1:]:
-        case ["serve", home, model, threads, durability]:
-            serve(home, model, int(threads), durability)
+        case ["serve", home, model, threads, *durability]:
+            serve(home, model, int(threads), *durability)
         case ["peer", model, threads]:
             peer = Peer(model, int(threads))
             say(ready=True)
