@@ -169,7 +169,7 @@ def there(clients: dict[type, Any]) -> dict[str, Any]:
 NEEDS_MORE = {
     "get_tokenizer", "get_tokenizer_async", "from_sampler_handle", "whoami", "get_run_metrics",
     "get_run_metrics_async", "on_queue_state_change", "import_checkpoint", "import_checkpoint_async",
-    "log", "log_async", "update_training_run",
+    "log", "update_training_run",
     "update_training_run_async", "delete_training_run", "delete_training_run_async",
 }  # fmt: skip
 

@@ -325,7 +325,6 @@ class TrainingClient(ModelClient):
     create_sampling_client_async = awaited(create_sampling_client)
     save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
     get_info_async = awaited(get_info)
-    log_async = awaited(log)
 
     @property
     def queue_stats(self) -> QueueStats:
