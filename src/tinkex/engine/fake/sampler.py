@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class _PublishedHead:
 
     head: Head
     users: int = 0
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event | None = None  # of whoever retires it: set once nobody uses it
 
 
 class _FakeRequest:
@@ -68,32 +68,29 @@ class _FakeRequest:
             self._scores.add(_ArrayRows(rows_NV), wanted)
         self._position = len(work.prompt)
         self.samples = [Sample(work.first_sample + i) for i in range(work.num_samples)]
+        self.going = self.samples
         self._rules = LogitRules(work, self._stops.ids) if LogitRules.asked(work) else None
-        self._grammars = [grammar and (grammar.fork() if i else grammar) for i in range(work.num_samples)]
-
-    @property
-    def going(self) -> list[Sample]:
-        return [sample for sample in self.samples if sample.reason is None]
+        self._grammars = None if grammar is None else [grammar, *(grammar.fork() for _ in self.samples[1:])]
 
     def advance(self) -> list[Sample]:
         """Draw a token for each sample that goes on; returns those samples."""
-        drawing, work = self.going, self._work
+        drawing, work, changed = self.going, self._work, None
         for sample in drawing:
             last = sample.tokens[-1] if sample.tokens else work.prompt.item(-1)
             key = stream_key(self._seed, sample.index, self._position)
-            grammar = self._grammars[sample.index - work.first_sample]
-            changed = self._changed(sample, last, grammar)
+            grammar = None if self._grammars is None else self._grammars[sample.index - work.first_sample]
+            if self._rules is not None or grammar is not None:
+                changed = self._changed(sample, last, grammar)
             token, logprob = _draw(work, sample, last, self._head, key, changed)
             sample.append(token, logprob, self._stops, self._most)
             if grammar is not None:
                 grammar.consume(token)
         self._position += 1
+        self.going = [sample for sample in drawing if sample.reason is None]
         return drawing
 
-    def _changed(self, sample: Sample, last: int, grammar: GrammarState | None) -> np.ndarray | None:
-        """[V]: the logits to draw from; None if no rule changes them."""
-        if self._rules is None and grammar is None:
-            return None
+    def _changed(self, sample: Sample, last: int, grammar: GrammarState | None) -> np.ndarray:
+        """[V]: the logits to draw from, as the rules and the grammar change them."""
         logits_V = self._head.logits(np.array([last]))[0]
         if self._rules is not None:
             edit = self._rules.edit(sample.tokens)
@@ -161,7 +158,7 @@ class FakeSampler:
     def _leave(self, request: _FakeRequest, published: _PublishedHead) -> None:
         self._requests.remove(request)
         published.users -= 1
-        if not published.users:
+        if published.idle is not None and not published.users:
             published.idle.set()
 
     async def publish(self, name: str, source: Location | ExportedAdapter) -> None:
@@ -182,7 +179,7 @@ class FakeSampler:
     async def retire(self, name: str) -> None:
         published = self.published.pop(name, None)
         if published and published.users:
-            published.idle.clear()
+            published.idle = asyncio.Event()
             await published.idle.wait()
 
     def running(self) -> list[Sample]:
