@@ -254,17 +254,17 @@ class Samplers:
         return engine
 
     def _sample_on(self, engine: Engine, sample: _Sample) -> Awaitable[SampleResponse]:
-        work = sample_work(sample.request, sample.row)
-        size = min(PART, self._permits_of(sample.model).most)
-        if work.num_samples <= size:
-            return self._sample_part(engine, sample, work)
-        return self._sample_in_parts(engine, sample, work, size)
+        work, permits = sample_work(sample.request, sample.row), self._permits_of(sample.model)
+        if work.num_samples <= min(PART, permits.most):
+            return self._sample_part(engine, sample, work, permits)
+        return self._sample_in_parts(engine, sample, work, permits)
 
     async def _sample_in_parts(
-        self, engine: Engine, sample: _Sample, work: SampleWork, size: int
+        self, engine: Engine, sample: _Sample, work: SampleWork, permits: FairSemaphore
     ) -> SampleResponse:
         """Sample a large request such that other owners have their turn in between."""
-        parts = [self._sample_part(engine, sample, part) for part in sample_parts(work, size)]
+        works = sample_parts(work, min(PART, permits.most))
+        parts = [self._sample_part(engine, sample, part, permits) for part in works]
         tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
         try:
             responses = await asyncio.gather(*tasks)
@@ -274,9 +274,11 @@ class Samplers:
             await asyncio.gather(*tasks, return_exceptions=True)  # then nothing of theirs holds the engine
         return replace(responses[0], sequences=[one for part in responses for one in part.sequences])
 
-    async def _sample_part(self, engine: Engine, sample: _Sample, work: SampleWork) -> SampleResponse:
+    async def _sample_part(
+        self, engine: Engine, sample: _Sample, work: SampleWork, permits: FairSemaphore
+    ) -> SampleResponse:
         """Wait for permits among other owners' samples, have the adapter published, and sample."""
-        row, count, permits = sample.row, work.num_samples, self._permits_of(sample.model)
+        row, count = sample.row, work.num_samples
         adapters = None if row.adapter is None else self._adapters.of(engine)
         tokens = count * (len(work.prompt) + (work.params.max_tokens or engine.info.max_context))
         traced = tracing.is_on()
