@@ -194,3 +194,16 @@ def test_copies_in_another_dtype_follow_a_change() -> None:
     one.flat.mul_(2.0)
     one.changed()
     torch.testing.assert_close(output(), 4 * before)
+
+
+def test_matrices_that_are_kept_carry_no_notes_of_autograd() -> None:
+    """They lie in the adapter's buffers; as views that autograd knows they would take twice the memory."""
+    one = adapter(2, 1)
+    run(LoraBatch, [one], [5])
+    assert one._grad_buffer is not None
+    kept = [(one.flat, one.matrices(torch.float32)[site]) for site in SITES]
+    kept += [(one._grad_buffer, one.grad_matrices(site)) for site in SITES]
+    for flat, matrices in kept:
+        for tensor in (t for a, b_t in matrices for t in (a, *b_t)):
+            assert tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+            assert not tensor._is_view()

@@ -27,13 +27,10 @@ ALPHA = 32.0
 
 
 class Matrices(NamedTuple):
-    """One expert's A [P·R, I] and each part's Bᵀ [R, O], with their transposes."""
+    """One expert's A [P·R, I] and each part's Bᵀ [R, O]."""
 
     a: Tensor
-    a_t: Tensor
-    b: list[Tensor]
     b_t: list[Tensor]
-    outs: list[int]
 
 
 _Strides = tuple[torch.Size, tuple[int, ...], int]  # a view's shape and strides, and where it begins
@@ -81,10 +78,13 @@ class SiteShape:
         return a, [piece.unflatten(1, (r, -1)) for piece in pieces]
 
     def matrices(self, flat: Tensor) -> list[Matrices]:
-        """`views` expert by expert; `Adapter` caches them, since making a view in every pass costs time."""
-        (a, b_t), outs, e = self.views(flat), self.outs, self.experts
+        """`views` expert by expert; `Adapter` caches them, since making a view in every pass costs time.
+
+        Detached, as what autograd notes of a view takes more memory than the rest of it.
+        """
+        (a, b_t), e = self.views(flat), self.experts
         return [
-            Matrices(a_e, a_e.t(), [part.t() for part in b_e], list(b_e), outs)
+            Matrices(a_e.detach(), [part.detach() for part in b_e])
             for a_e, *b_e in zip(a.expand(e, -1, -1), *(part.expand(e, -1, -1) for part in b_t), strict=True)
         ]
 

@@ -119,7 +119,7 @@ def add(site: Site, jobs: Sequence[AdapterRows], x: Tensor, y: Tensor) -> list[T
 def shrink(site: Site, jobs: Sequence[AdapterRows], x: Tensor) -> list[Tensor]:
     """The down-projection x·Aᵀ of each adapter's rows, all parts side by side: [rows, P·R]."""
     return [
-        x_job @ job.adapter.matrices(x.dtype)[site][job.expert].a_t
+        x_job @ job.adapter.matrices(x.dtype)[site][job.expert].a.t()
         for job, x_job in zip(jobs, _rows(x, jobs), strict=True)
     ]
 
@@ -140,8 +140,10 @@ def add_backward(
         grads, scale = job.adapter.grad_matrices(site)[job.expert], job.adapter.scale
         grad_u = torch.empty_like(u)
         parts = _parts(matrices, grad_y_job, u, grad_u)
-        for grad_y_part, u_part, grad_u_part, b, grad_b_t in zip(*parts, matrices.b, grads.b_t, strict=True):
-            torch.mm(grad_y_part, b, out=grad_u_part)
+        for grad_y_part, u_part, grad_u_part, b_t, grad_b_t in zip(
+            *parts, matrices.b_t, grads.b_t, strict=True
+        ):
+            torch.mm(grad_y_part, b_t.t(), out=grad_u_part)
             _accumulate(grad_b_t, u_part.t(), grad_y_part, scale)
         _accumulate(grads.a, grad_u.t(), x_job, scale)
         if grad_x_job is not None:
@@ -158,10 +160,10 @@ def _rows(x: Tensor, jobs: Sequence[AdapterRows]) -> list[Tensor]:
 
 def _parts(matrices: Matrices, y: Tensor, *us: Tensor) -> list[Sequence[Tensor]]:
     """The columns of each part: of an output, and of any number of down-projections."""
-    count = len(matrices.outs)
+    count = len(matrices.b_t)
     if count == 1:
         return [(y,), *((u,) for u in us)]
-    return [y.split_with_sizes(matrices.outs, 1), *(u.chunk(count, 1) for u in us)]
+    return [y.split_with_sizes([b.shape[1] for b in matrices.b_t], 1), *(u.chunk(count, 1) for u in us)]
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
