@@ -1,14 +1,16 @@
 """How long the barriers of each owner take, so that a long one has its turn by owner, as passes do.
 
 A step takes milliseconds; a run of a large rank is created, saved or loaded in a second, and nothing can
-interrupt that. Pure, as the scheduler that asks. Knows nothing of what a barrier does.
+interrupt that: all others wait for it, so its owner is charged for half as much again as it takes. Pure, as
+the scheduler that asks. Knows nothing of what a barrier does.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-LONG = 0.1  # seconds, of the barriers of one owner in a round: less is nobody's concern
+LONG = 0.03  # seconds, of the barriers of one owner in a round: less is nobody's concern
+TIMES = 1.5  # what a second of a long barrier counts, where one of passes counts 1
 MOST_CHARGED = 5.0  # seconds: the one that an engine was built for does not pay for all of that
 
 
@@ -28,7 +30,7 @@ class BarrierCosts:
         seconds = min(MOST_CHARGED, (now - self._began) / self._together)
         self._last[owner, shares] = seconds
         self._spent[owner] += seconds
-        return seconds if self._spent[owner] >= LONG else 0.0
+        return TIMES * seconds if self._spent[owner] >= LONG else 0.0
 
     def expected(self, owner: str, shares: bool) -> float:
         """What the next one may take, with those that the owner has had this round."""
