@@ -503,6 +503,26 @@ def test_threads_follow_what_others_use(monkeypatch: pytest.MonkeyPatch):
     assert set_to == [2, 1, 2]
 
 
+def test_other_python_threads_of_this_process_are_others():
+    """As the event loop of a server is; the CPU time of OpenMP's threads is ours."""
+    chosen, over = ComputeThreads(1), threading.Event()
+    _, _, before = chosen._used()
+    process = time.process_time()
+
+    def spin() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    other = threading.Thread(target=spin)
+    other.start()
+    while time.process_time() < process + 0.5:
+        time.sleep(0.01)
+    _, _, after = chosen._used()
+    over.set()
+    other.join()
+    assert after - before < 0.25
+
+
 def test_a_load_that_has_ended_costs_a_thread_only_for_a_moment(monkeypatch: pytest.MonkeyPatch):
     """The load average remembers a minute: half a second later, what others really use decides."""
     clock = [0.0, 0.0]  # now, and the CPU seconds of others

@@ -1,10 +1,11 @@
-"""How many CPU threads compute: as many as there are cores that other processes leave idle.
+"""How many CPU threads compute: as many as there are cores that others leave idle.
 
-OpenMP threads wait for each other by spinning, so one thread too many slows a pass down many times over (two
-threads on a busy two-core machine: 19 times). OpenMP counts per thread, so the computing thread itself sets
-the number. It also keeps a team for every live thread that ever computed, and once all teams together have
-more threads than there are cores, a small pass takes three times as long: so only the engine's own thread may
-keep a team, and other threads compute inside `apart`.
+Others are other processes, and the Python threads of this one: a server's event loop that answers thousands
+of requests takes a core as well. OpenMP threads wait for each other by spinning, so one thread too many slows
+a pass down many times over (two threads on a busy two-core machine: 19 times). OpenMP counts per thread, so
+the computing thread itself sets the number. It also keeps a team for every live thread that ever computed,
+and once all teams together have more threads than there are cores, a small pass takes three times as long: so
+only the engine's own thread may keep a team, and other threads compute inside `apart`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ T = TypeVar("T")
 _SECONDS = 3.0  # between two adjustments
 _FIRST = 0.5  # before the first one: 50 clock ticks per core
 SHARED = 1 << 22  # multiplications from which on a second thread saves more than a fifth of the time
-_BUSY = 0.4  # of a core: other processes that use more keep it
+_BUSY = 0.4  # of a core: others that use more keep it
 
 
 class ComputeThreads:
@@ -50,8 +51,11 @@ class ComputeThreads:
             torch.set_num_threads(count)
 
     def _used(self) -> tuple[float, float, float]:
-        """The time, and the CPU seconds used so far on our cores by all processes and by this one."""
-        own = time.process_time()
+        """The time, and the CPU seconds used so far: on our cores by everyone, and by us.
+
+        We are this thread and OpenMP's, which are no Python threads.
+        """
+        own = time.process_time() - _of_other_python_threads()
         return time.monotonic(), _cpu_seconds() or own, own
 
 
@@ -87,7 +91,7 @@ def apart(function: Callable[[], T]) -> T:
 
 
 def threads_beside(load: float, cores: int) -> int:
-    """Our threads, if other processes keep `load` of the `cores` busy.
+    """Our threads, if others keep `load` of the `cores` busy.
 
     >>> [threads_beside(load, 4) for load in (0.2, 0.7, 2.1, 9.0)]
     [4, 3, 2, 1]
@@ -103,6 +107,17 @@ def usable_cores() -> int:
         return max(1, min(cores, int(quota) // int(period)))
     except (OSError, ValueError):  # no control groups, or "max"
         return cores
+
+
+def _of_other_python_threads() -> float:
+    """CPU seconds of this process's Python threads but this one; 0 where the system does not say."""
+    ticks = 0
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            with suppress(OSError):  # it has just ended, or there is no /proc
+                stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+                ticks += sum(map(int, stat.rpartition(")")[2].split()[11:13]))  # user, system
+    return ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
 def _cpu_seconds() -> float | None:
