@@ -47,9 +47,7 @@ MAX_PIECE = 16 * 1024 * 1024  # of an uploaded file
 MAX_UNDECODED = 2 * 1024**3  # bytes of all bodies that are being received, or wait to be decoded
 MAX_UNDECODED_PER_USER = 512 * 1024 * 1024
 KEPT_BYTES = 64 * 1024 * 1024  # of large encoded results, cached for clients that fetch them again
-REFUSED_PAUSE = (
-    0.05  # seconds until a packed or large body is refused: a flood of them would keep a core busy
-)
+REFUSED_PAUSE = 0.05  # seconds before a packed or large body is refused: a flood would keep a core busy
 _THREADS = 2  # most of this work holds the GIL: more threads would only delay the event loop
 
 _MOST_BYTES: dict[Any, int] = {  # of a request of this type; of all others MAX_SMALL_BODY
