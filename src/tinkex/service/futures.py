@@ -272,10 +272,8 @@ class Completions:
 
     def _write(self, lines: bytes) -> None:
         if self._file >= 0:
-            try:
+            with suppress(OSError):  # a full disk: after a crash it is not reported, and its client times out
                 os.write(self._file, lines)
-            except OSError as error:  # after a crash they are not reported, and their clients time out
-                log.debug("samples are not noted: %s", error)
             if self._path is not None:
                 self._wrote(self._path)
 

@@ -78,10 +78,8 @@ class SiteShape:
         return a, [piece.unflatten(1, (r, -1)) for piece in pieces]
 
     def matrices(self, flat: Tensor) -> list[Matrices]:
-        """`views` expert by expert; `Adapter` caches them, since making a view in every pass costs time.
-
-        Detached, as what autograd notes of a view takes more memory than the rest of it.
-        """
+        """`views` expert by expert; `Adapter` caches them, since making a view in every pass costs time."""
+        # Detached: what autograd notes of a view takes more memory than the rest of it.
         (a, b_t), e = self.views(flat), self.experts
         return [
             Matrices(a_e.detach(), [part.detach() for part in b_e])

@@ -51,10 +51,7 @@ class ComputeThreads:
             torch.set_num_threads(count)
 
     def _used(self) -> tuple[float, float, float]:
-        """The time, and the CPU seconds used so far: on our cores by everyone, and by us.
-
-        We are this thread and OpenMP's, which are no Python threads.
-        """
+        """The time, and CPU seconds used so far: by everyone on our cores, by this thread and OpenMP's."""
         own = time.process_time() - _of_other_python_threads()
         return time.monotonic(), _cpu_seconds() or own, own
 

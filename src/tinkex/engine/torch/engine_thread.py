@@ -1,8 +1,8 @@
 """The one thread of an engine: it executes training commands in order, and decodes between them.
 
-While both have work, training has at least half of the time; decoding has the rest, and at least a step
-between two commands that take longer than it. When the thread ends, everything that was not done fails with
-EngineLost; an error after which the device cannot be used any more ends it. Knows nothing of models.
+While both have work, training has half of the time or more; between two commands that take longer than a step
+there is one. When the thread ends, everything that was not done fails with EngineLost; an error after which
+the device cannot be used any more ends it. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -127,8 +127,7 @@ class EngineThread:
                 self._wake.wait_for(lambda: self._closed or self._commands, min(_SOON, self._ahead / 8))
         return bool(self._commands)
 
-    def _count(self, seconds: float) -> None:
-        """Decoding has had so many seconds more; negative ones are training's."""
+    def _count(self, seconds: float) -> None:  # of decoding; training's are negative
         self._ahead = max(-_MOST_AHEAD, min(_MOST_AHEAD, self._ahead + seconds))
 
     def _gather(self) -> None:

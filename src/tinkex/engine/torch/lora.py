@@ -140,11 +140,9 @@ def add_backward(
         grads, scale = job.adapter.grad_matrices(site)[job.expert], job.adapter.scale
         grad_u = torch.empty_like(u)
         parts = _parts(matrices, grad_y_job, u, grad_u)
-        for grad_y_part, u_part, grad_u_part, b_t, grad_b_t in zip(
-            *parts, matrices.b_t, grads.b_t, strict=True
-        ):
+        for grad_y_part, u_part, grad_u_part, b_t, to in zip(*parts, matrices.b_t, grads.b_t, strict=True):
             torch.mm(grad_y_part, b_t.t(), out=grad_u_part)
-            _accumulate(grad_b_t, u_part.t(), grad_y_part, scale)
+            _accumulate(to, u_part.t(), grad_y_part, scale)
         _accumulate(grads.a, grad_u.t(), x_job, scale)
         if grad_x_job is not None:
             grad_x_job.addmm_(grad_u, matrices.a, alpha=scale)
