@@ -38,42 +38,51 @@ def row(measure: str, got: str, goal: str) -> None:
     print(f"| {measure} | {got} | {goal} |", flush=True)
 
 
-async def through_ray(shape: str, device: str) -> None:
-    """Passes and decoded tokens a second, in this process and through Ray; there, many adapters too."""
-    on_gpu = device.startswith("cuda")
-    room = {"kv_bytes": 16 << 30, "adapter_bytes": 8 << 30} if on_gpu else {}
+async def through_ray(shape: str, device: str, rounds: int) -> None:
+    """Passes and decoded tokens a second, in this process and through Ray in turn; there, many adapters."""
     with tempfile.TemporaryDirectory(prefix="tinkex-bench-") as place:
-        config = EngineConfig(
-            write_model(shape, Path(place), device), device=device, max_context=2048, **room
-        )
-        here = build_engine(config)
+        here, there = engines(write_model(shape, Path(place), device), device)
         try:
-            passes, decoded = await _rates(here, f"{shape} on {device}, in process")
-        finally:
-            here.close()
-        del here
-        there = build_engine(replace(config, placement=Placement("auto", gpus=0.5 if on_gpu else 0)))
-        try:
-            passes_there, decoded_there = await _rates(there, f"{shape} on {device}, through Ray")
-            row(f"passes through Ray / in process, {shape}", f"{passes_there / passes:.3f}", "≥ 0.95")
-            row(f"decoding through Ray / in process, {shape}", f"{decoded_there / decoded:.3f}", "≥ 0.95")
+            await compare(f"{shape} on {device}", here, there, rounds)
             few, many = await _decoded_adapters(there, 16), await _decoded_adapters(there, 1024)
             name = f"{shape}, 1,024 published adapters of rank 1, Zipf traffic, against 16"
             row(name, f"{many:.0f} / {few:.0f} tokens/s = {many / few:.3f}", "≥ 0.8")
         finally:
+            here.close()
             there.close()
 
 
-async def _rates(served: Engine, name: str) -> tuple[float, float]:
-    passes, decoded = await asyncio.to_thread(_passes, served), await _decoded(served)
-    row(name, f"{passes:.2f} passes/s, {decoded:.0f} tokens/s", "")
-    return passes, decoded
+def engines(model: str, device: str) -> tuple[Engine, Engine]:
+    """Of the same model: in this process, and through Ray."""
+    on_gpu = device.startswith("cuda")
+    room = {"kv_bytes": 8 << 30, "adapter_bytes": 8 << 30} if on_gpu else {}
+    config = EngineConfig(model, device=device, max_context=2048, **room)
+    remote = replace(config, placement=Placement("auto", gpus=0.5 if on_gpu else 0))
+    both = build_engine(config), build_engine(remote)
+    for engine in both:
+        engine.trainer.submit(CreateAdapter("bench", LoraConfig(rank=32, seed=1))).result()
+    return both
 
 
-def _passes(served: Engine, seconds: float = 5.0) -> float:
+async def compare(name: str, here: Engine, there: Engine, rounds: int) -> None:
+    """Rates of both, a round each in turn, after one that warms up; the ratio is of medians."""
+    found = [(await _rates(here), await _rates(there)) for _ in range(rounds + 1)][1:]
+    for at, what in enumerate(("passes", "decoding")):
+        ours, rays = (statistics.median(of[at] for of in side) for side in zip(*found, strict=True))
+        each = ", ".join(f"{ray[at] / own[at]:.3f}" for own, ray in found)
+        unit = f"{what.replace('decoding', 'tokens')}/s"
+        row(f"{what}, {name}: through Ray, in process", f"{rays:.2f}, {ours:.2f} {unit}", "")
+        row(f"{what} through Ray / in process, {name}", f"{rays / ours:.3f} (rounds: {each})", "≥ 0.95")
+
+
+async def _rates(served: Engine) -> tuple[float, float]:
+    """Passes and decoded tokens a second."""
+    return await asyncio.to_thread(_passes, served), await _decoded(served)
+
+
+def _passes(served: Engine, seconds: float = 3.0) -> float:
     ids = np.random.default_rng(0).integers(3, 1000, 513)
     data = [Datum(ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:]}) for _ in range(16)]
-    served.trainer.submit(CreateAdapter("bench", LoraConfig(rank=32, seed=1))).result()
     for _ in range(3):
         run_passes(served.trainer, [Pass("bench", data, "cross_entropy")])
     count, begun = 0, time.perf_counter()
@@ -94,7 +103,6 @@ async def _draw(served: Engine, adapters: list[str | None], tokens: int) -> floa
 
 
 async def _decoded(served: Engine, sequences: int = 64, tokens: int = 256) -> float:
-    await _draw(served, [None] * sequences, tokens)
     return max([await _draw(served, [None] * sequences, tokens) for _ in range(3)])
 
 
@@ -122,9 +130,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What Ray costs a real engine.")
     parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     print("| measure | got | goal |\n|---|---|---|", flush=True)
-    asyncio.run(through_ray(given.shape, given.device))
+    asyncio.run(through_ray(given.shape, given.device, given.rounds))
 
 
 if __name__ == "__main__":
