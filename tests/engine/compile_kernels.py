@@ -86,13 +86,12 @@ def lora_of(rows: int, tile: int, count: int, invariant: bool) -> None:
             lora.expand(u, y, at.b)
             lora.unite(u, some(len(u), *y.shape, dtype=FP32), x.dtype, at.b)
             lora.write(u, y, at.b)
-            for product in (y[None], some(len(u), *y.shape, dtype=FP32)):
-                deferred = deferred_expand.DeferredExpand(product, u, at, y.dtype)
-                if len(outs) == 2:
-                    fused.swiglu()
-                    deferred.swiglu()
-                if len(outs) == 3:
-                    deferred.rotate(*angles, heads, norms, 1e-6)
+            deferred = deferred_expand.DeferredExpand(y, u, at)
+            if len(outs) == 2:
+                fused.swiglu()
+                deferred.swiglu()
+            if len(outs) == 3:
+                deferred.rotate(*angles, heads, norms, 1e-6)
         into = SiteAdapters(table, segments, column, in_features, outs)
         grad_u = lora_gradients.backward(y, x, some(1, rows, 96), at, into, atomic=not invariant)
         lora.expand(grad_u, x, at.a)
@@ -168,11 +167,9 @@ def attention(window: int | None, sinks: Tensor | None = None) -> None:
 
 def paged(groups: int, dim: int, window: int | None, sinks: Tensor | None = None) -> None:
     pool = some(64, 16 * groups * dim)
-    of_one = ((1, 1, 0, 256), (1, 1, 2048, 256), (1, 16, 0, 4), (1, 16, 2048, 4))
-    for tokens, splits, exact, count in ((16, 1, 0, 44), *of_one):
+    for tokens, splits, exact, count in ((16, 1, 0, 44), (1, 1, 0, 256), (1, 1, 2048, 256), (1, 16, 0, 4)):
         cells, table = some(4, count, dtype=INT32), some(count, 32, dtype=INT32)
-        arrivals = some(256, dtype=INT32)
-        queries = paged_attention.Queries(cells, table, tokens, splits, exact, arrivals)
+        queries = paged_attention.Queries(cells, table, tokens, splits, exact)
         q, k = some(count, 16, dim), some(count, groups, dim)
         paged_attention.attend(q, k, k, pool, pool, queries, some(count, dtype=INT64), 16, window, sinks)
 
@@ -195,7 +192,7 @@ def experts(tokens: int, rank: int, count: int, best: int) -> None:
         down = expert_lora.ExpertSite(SiteAdapters(table, tiles, 9, inner, [width]), slots)
         router_kernels.logits(x, some(count, width), some(count), up.at if tokens <= 16 else None)
         expert_kernels.gate_up(x, gate_up, rows, None, None, keep=mixed)
-        h, _ = expert_kernels.gate_up(x, gate_up, rows, u, up, mixed, following=down_weight)
+        h, _ = expert_kernels.gate_up(x, gate_up, rows, u, up, keep=mixed)
         y, u_N = expert_kernels.product_and_shrink(h, down_weight, rows, down)
         expert_kernels.combine(y, weight_TK, rows, u_N, down)
         _, u_T = expert_kernels.combine(y, weight_TK, rows, u_N)

@@ -447,12 +447,10 @@ def check_paged_attention(
         whole.append(attention(q[row : row + count], k, v, window, sinks))
         row += count
     cells = torch.tensor([*tiles, (0, 0, 0, 0)], dtype=torch.int32).T.contiguous().to(DEVICE)
-    arrivals = paged.no_arrivals(DEVICE)
-    queries = paged.Queries(cells, table.to(DEVICE), tokens, splits, least, arrivals)
+    queries = paged.Queries(cells, table.to(DEVICE), tokens, splits, least)
     news = q[:row].contiguous(), torch.cat(new_k), torch.cat(new_v)
     got, _ = paged.attend(*news, *pools, queries, torch.cat(new_slots), page, window, sinks)
     assert off(got, torch.cat(whole)) < 8e-3
-    assert not arrivals.any()
 
 
 def test_a_slot_below_zero_is_nowhere():

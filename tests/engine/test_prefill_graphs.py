@@ -39,7 +39,6 @@ from tinkex.engine.cuda import prefill_graphs as prefill
 from tinkex.engine.cuda.adapter_table import RowTiles, SiteAdapters, column_of, cut_tiles, usable
 from tinkex.engine.cuda.attention_hooks import KernelAttend, layout_of
 from tinkex.engine.cuda.grouped_lora import AdapterSlots, SlotShape
-from tinkex.engine.cuda.paged_attention import no_arrivals
 from tinkex.engine.cuda.prefill_graphs import (
     CapturedPrefill,
     PrefillGraphKey,
@@ -69,7 +68,7 @@ class Captured:
     """Stands for `decode.DecodeGraphs`, its hook without streams."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._sites, self.arrivals = decoder.sites(), no_arrivals(decoder.unembed_weight.device)
+        self._sites = decoder.sites()
         self.count = 0
         self.error: Exception | None = None
 

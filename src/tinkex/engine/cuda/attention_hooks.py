@@ -64,9 +64,9 @@ def tile_tokens(pieces: Sequence[TokenSpan], invariant: bool = False) -> int:
 
 def splits_for(programs: int, tokens: int) -> int:
     """Into how many splits keys are cut, so that few sequences fill the device."""
-    if tokens > 1 or programs >= paged.MAX_SPLIT_PROGRAMS:
+    if tokens > 1 or programs >= 256:
         return 1
-    return max(1, min(16, 1 << (paged.MAX_SPLIT_PROGRAMS // programs).bit_length() >> 1))
+    return max(1, min(16, 1 << (256 // programs).bit_length() >> 1))
 
 
 class KernelAttend:
@@ -93,8 +93,7 @@ def lay_out(
     """The pieces' new tokens in tiles of `tokens`, and the slots of their keys."""
     layout = layout_of(pieces, tokens)
     cells, pages, slots_T = all_to_device([layout.tiles, layout.pages, layout.slots], device)
-    arrivals = paged.no_arrivals(device) if splits > 1 else None
-    return paged.Queries(cells, pages[:, None], tokens, splits, min_split_keys, arrivals), slots_T
+    return paged.Queries(cells, pages[:, None], tokens, splits, min_split_keys), slots_T
 
 
 # -- within packed sequences ---------------------------------------------------------------------------

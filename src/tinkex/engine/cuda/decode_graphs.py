@@ -105,7 +105,7 @@ class CapturedLora(LoraHook):
             return grouped.product_with(x, frozen.weight, at)[0]
         if self._narrow(frozen.weight, rows):
             y, u = narrow_projection.product_and_shrink(x, frozen.weight, frozen.bias, at)
-            return self._expanded(at, site, y[None], u, x.dtype)
+            return self._expanded(at, site, y, u)
         partial = free and at.width <= MAX_DEFERRED
         if partial and fused.suits(rows, frozen.weight, at):
             return fused.FusedProjection(x, frozen.weight, at)
@@ -115,7 +115,7 @@ class CapturedLora(LoraHook):
             return lora_kernels.unite(u, splits, x.dtype, at.b)
         u, y = self._overlapped(at, x, 1 if large else None, lambda: frozen(x))
         if partial and rows > _SOME and site.group in ("qkv", "gate_up"):
-            return DeferredExpand(y[None], u, at, x.dtype)
+            return DeferredExpand(y, u, at)
         lora_kernels.expand(u, y, at.b)
         return y
 
@@ -127,21 +127,23 @@ class CapturedLora(LoraHook):
             y, u = packed_weights.product_and_shrink(x, weight, tile, at)
         else:
             u, y = self._overlapped(at, x, tile.splits, lambda: packed_weights.product(x, weight, tile))
-        if tile.splits > 1 and frozen.bias is not None:
-            return lora_kernels.unite(u, y, x.dtype, at.b, summed=True).add_(frozen.bias)
-        return self._expanded(at, site, y if frozen.bias is None else y.add_(frozen.bias), u, x.dtype)
+        if tile.splits > 1:
+            y = lora_kernels.unite(u, y, x.dtype, at.b, summed=True)
+            return y if frozen.bias is None else y.add_(frozen.bias)
+        y = y[0] if frozen.bias is None else y[0].add_(frozen.bias)
+        return self._expanded(at, site, y, u)
 
     def _narrow(self, weight: Tensor, rows: int) -> bool:
         """Whether few columns for each program are faster than what else rounds as the trainer does."""
         large = fused.large(weight) and not fused.split_in_two(weight) and len(weight) < _HEAD
         return large and rows <= narrow_projection.MAX_ROWS and not self._table.invariant
 
-    def _expanded(
-        self, at: SiteAdapters, site: Site, y: Tensor, u: Tensor, dtype: torch.dtype
-    ) -> Tensor | PartialProjection:
-        """The sum of y's splits + u·Bᵀ, by what reads it if that can."""
-        deferred = DeferredExpand(y, u, at, dtype)
-        return deferred if at.width <= MAX_DEFERRED and site.group in ("qkv", "gate_up") else deferred.total()
+    def _expanded(self, at: SiteAdapters, site: Site, y: Tensor, u: Tensor) -> Tensor | PartialProjection:
+        """y + u·Bᵀ, by what reads it if that can."""
+        if at.width <= MAX_DEFERRED and site.group in ("qkv", "gate_up"):
+            return DeferredExpand(y, u, at)
+        lora_kernels.expand(u, y, at.b)
+        return y
 
     def _overlapped(
         self, at: SiteAdapters, x: Tensor, splits: int | None, product: Callable[[], Tensor]
@@ -178,7 +180,6 @@ class DecodeGraphs:
         self.slots = grouped.AdapterSlots(decoder, self.capacity)
         self.results = Results.of(static(2, self.capacity))
         self._cells: dict[int, Tensor] = {}
-        self.arrivals = paged.no_arrivals(device)
         self._graphs: dict[DecodeGraphKey, torch.cuda.CUDAGraph] = {}
         self._key = DecodeGraphKey(1)  # of the rows that were placed last
         self._memory, self._beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
@@ -274,7 +275,7 @@ class DecodeGraphs:
         token_kernels.begin(self.orders, last, tokens, slots, cells, self.table, PAGE, known, (cos, sin))
         tile = tile_tokens((), invariant)
         splits = splits_for(key.rows * self._cache.heads, tile)
-        queries = paged.Queries(cells, self.table, tile, splits, self.slots.min_split_keys, self.arrivals)
+        queries = paged.Queries(cells, self.table, tile, splits, self.slots.min_split_keys)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots)
         lora = self.hook(self.slots, key.adapters, self.cells(key.adapters.tiles), key.rows)
         states = () if self.states is None else [KernelStates(None, self.states, self.orders[5, : key.rows])]

@@ -1,11 +1,10 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
 """A product and its adapters' u = x·Aᵀ, which the rotation or SwiGLU that reads it adds up with B.
 
-`DeferredExpand` is a `hooks.PartialProjection` of qkv and gate-up in decode steps. Where the product has as
-many splits as u, results are bitwise identical to `lora_kernels.expand` or `unite` and what follows it. Tiles
-must cover every row.
+`DeferredExpand` is a `hooks.PartialProjection` of qkv and gate-up in decode steps. With one split of u,
+results are bitwise identical to `lora_kernels.expand` and what follows it. Tiles must cover every row.
 
-Shapes: M rows, O out-features, F MLP width, P splits of the product, S splits of u, R rank of all parts.
+Shapes: M rows, O out-features, F MLP width, S splits, R rank of all parts.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,7 +19,7 @@ from torch import Tensor
 from tinkex.engine.cuda.adapter_table import SiteAdapters
 from tinkex.engine.cuda.elementwise import sum_loaded_rows
 from tinkex.engine.cuda.launch import PDL, cdiv, launched, load_fp32, power_of_2, wait_for_previous
-from tinkex.engine.cuda.lora_kernels import b_of, expand, load_u, scaled, tile_at, unite
+from tinkex.engine.cuda.lora_kernels import b_of, expand, load_u, scaled, tile_at
 from tinkex.engine.torch.hooks import Norms
 
 _COLUMNS = 64  # of one program, as measured on an H200
@@ -30,19 +28,16 @@ MAX_DEFERRED = 128  # columns of u, of all parts, that a program can hold
 
 @triton.jit
 def _projected(
-    y, u, b, rank, scale, part, row, have_m, before, col, have_n, stride_y, split_y, stride_u, split_u,
-    PRODUCTS: tl.constexpr, SPLITS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
-    DTYPE: tl.constexpr,
+    y, u, b, rank, scale, part, row, have_m, before, col, have_n, stride_y, stride_u, split_u,
+    SPLITS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Columns `col` of a part of the projection, rounded to the model's dtype."""
     place = y + row[:, None] * stride_y + before + col[None, :]
     total = load_fp32(place, have_m & have_n)
-    for number in tl.static_range(1, PRODUCTS):
-        total += load_fp32(place + number * split_y, have_m & have_n)
     at = tl.arange(0, RANK)
     place = u + row[:, None] * stride_u + part * rank + at[None, :]
     left = load_u(place, have_m & (at < rank)[None, :], split_u, SPLITS, BLOCK_M, RANK)
-    if SPLITS == PRODUCTS:
+    if SPLITS == 1:
         total = tl.dot(scaled(left, scale, DTYPE), b, total)
     else:  # faster; no other kernel must match it bitwise
         total += tl.dot(left.to(DTYPE), b) * scale
@@ -52,8 +47,8 @@ def _projected(
 @launched
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _swiglu(
-    y, u, out, table, scales, cells, tiles, columns, column, F, split_y, stride_u, split_u,
-    PRODUCTS: tl.constexpr, SPLITS: tl.constexpr, RANK: tl.constexpr, VECTORS: tl.constexpr,
+    y, u, out, table, scales, cells, tiles, columns, column, F, stride_u, split_u,
+    SPLITS: tl.constexpr, RANK: tl.constexpr, VECTORS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     slot, start, count = tile_at(cells, tiles, tl.program_id(1))
@@ -66,10 +61,10 @@ def _swiglu(
     b_gate, rank, scale = b_of(where, 0, F, r, col, have_n, dtype, VECTORS)
     b_up, rank_up, _ = b_of(where, 1, F, r, col, have_n, dtype, VECTORS)
     wait_for_previous()
-    gate = _projected(y, u, b_gate, rank, scale, 0, row, have_m, 0, col, have_n, 2 * F, split_y,
-                      stride_u, split_u, PRODUCTS, SPLITS, RANK, BLOCK_M, dtype)  # fmt: skip
-    up = _projected(y, u, b_up, rank_up, scale, 1, row, have_m, F, col, have_n, 2 * F, split_y,
-                    stride_u, split_u, PRODUCTS, SPLITS, RANK, BLOCK_M, dtype)  # fmt: skip
+    gate = _projected(y, u, b_gate, rank, scale, 0, row, have_m, 0, col, have_n, 2 * F, stride_u, split_u,
+                      SPLITS, RANK, BLOCK_M, dtype)  # fmt: skip
+    up = _projected(y, u, b_up, rank_up, scale, 1, row, have_m, F, col, have_n, 2 * F, stride_u, split_u,
+                    SPLITS, RANK, BLOCK_M, dtype)  # fmt: skip
     tl.store(out + row[:, None] * F + col[None, :], gate * tl.sigmoid(gate) * up, mask=have_m & have_n)
 
 
@@ -77,8 +72,8 @@ def _swiglu(
 @triton.jit(do_not_specialize=["tiles", "column"])
 def _rotate(
     y, u, cos, sin, q_norm, k_norm, q, k, v, table, scales, cells, tiles, columns, column, H, G, eps,
-    split_y, stride_u, split_u, PRODUCTS: tl.constexpr, SPLITS: tl.constexpr, RANK: tl.constexpr,
-    VECTORS: tl.constexpr, BLOCK_M: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    stride_u, split_u, SPLITS: tl.constexpr, RANK: tl.constexpr, VECTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """One head of a tile's rows; HALF columns hold half of it, since rotation pairs the two halves."""
     slot, start, count = tile_at(cells, tiles, tl.program_id(1))
@@ -100,12 +95,12 @@ def _rotate(
     c, s = load_fp32(cos + angle, have_m & have_n), load_fp32(sin + angle, have_m & have_n)
     wait_for_previous()
     a = _projected(y, u, b_low, rank, scale, part, row, have_m, first * C, low, have_n, (H + 2 * G) * C,
-                   split_y, stride_u, split_u, PRODUCTS, SPLITS, RANK, BLOCK_M, dtype)  # fmt: skip
+                   stride_u, split_u, SPLITS, RANK, BLOCK_M, dtype)  # fmt: skip
     b = _projected(y, u, b_high, rank, scale, part, row, have_m, first * C, high, have_n, (H + 2 * G) * C,
-                   split_y, stride_u, split_u, PRODUCTS, SPLITS, RANK, BLOCK_M, dtype)  # fmt: skip
+                   stride_u, split_u, SPLITS, RANK, BLOCK_M, dtype)  # fmt: skip
     if part < 2:
         if NORM:
-            if SPLITS == PRODUCTS:  # bitwise identical to the trainer
+            if SPLITS == 1:  # bitwise identical to the trainer
                 squares = sum_loaded_rows(a * a, BLOCK_M, HALF) + sum_loaded_rows(b * b, BLOCK_M, HALF)
             else:
                 squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
@@ -136,18 +131,17 @@ def _rotate(
 class DeferredExpand:
     """A product y and its adapters' u = x·Aᵀ, not added yet: a `hooks.PartialProjection` of qkv, gate-up."""
 
-    y_PMO: Tensor  # in fp32 if there are several splits, to which u then belongs split by split
+    y_MO: Tensor
     u_SMR: Tensor  # as `lora_kernels.shrink` returns it
     adapters: SiteAdapters
-    dtype: torch.dtype  # the model's
 
     def swiglu(self) -> Tensor:
         """silu(gate) * up of a fused [M, 2F]."""
         width = self.adapters.outs[0]
-        out = self._empty(width)
+        out = self.y_MO.new_empty(len(self.y_MO), width)
         given, strides, constants = self._arguments()
         _swiglu[(cdiv(width, _COLUMNS), self.adapters.tiles.cells.shape[1])](
-            self.y_PMO, self.u_SMR, out, *given, width, *strides, **constants, BLOCK_N=_COLUMNS
+            self.y_MO, self.u_SMR, out, *given, width, *strides, **constants, BLOCK_N=_COLUMNS
         )
         return out
 
@@ -155,31 +149,25 @@ class DeferredExpand:
         self, cos: Tensor, sin: Tensor, heads: tuple[int, int], norms: Norms | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q and k, normalised (if asked) and rotated, and v."""
-        h, g = heads
-        c = self.y_PMO.shape[2] // (h + 2 * g)
-        q, k, v = (self._empty(n, c) for n in (h, g, g))
+        (h, g), (rows, width), y = heads, self.y_MO.shape, self.y_MO
+        c = width // (h + 2 * g)
+        q, k, v = (y.new_empty(rows, n, c) for n in (h, g, g))
         given, strides, constants = self._arguments()
         _rotate[(h + 2 * g, self.adapters.tiles.cells.shape[1])](
-            self.y_PMO, self.u_SMR, cos, sin, *(norms or (cos, cos)), q, k, v, *given, h, g, eps, *strides,
+            y, self.u_SMR, cos, sin, *(norms or (cos, cos)), q, k, v, *given, h, g, eps, *strides,
             **constants, C=c, HALF=max(16, power_of_2(c // 2)), NORM=norms is not None,
         )  # fmt: skip
         return q, k, v
 
     def total(self) -> Tensor:
-        if len(self.y_PMO) > 1:
-            return unite(self.u_SMR, self.y_PMO, self.dtype, self.adapters.b, summed=True)
-        expand(self.u_SMR, self.y_PMO[0], self.adapters.b)
-        return self.y_PMO[0]
+        expand(self.u_SMR, self.y_MO, self.adapters.b)
+        return self.y_MO
 
     addend = total
 
-    def _empty(self, *shape: int) -> Tensor:
-        return self.y_PMO.new_empty(self.y_PMO.shape[1], *shape, dtype=self.dtype)
-
-    def _arguments(self) -> tuple[tuple[Any, ...], tuple[int, int, int], dict[str, Any]]:
+    def _arguments(self) -> tuple[tuple[Any, ...], tuple[int, int], dict[str, Any]]:
         """What both kernels are given: tables, tiles and the site's column; strides; constants."""
-        y, u, (table, tiles) = self.y_PMO, self.u_SMR, (self.adapters.table, self.adapters.tiles)
+        u, (table, tiles) = self.u_SMR, (self.adapters.table, self.adapters.tiles)
         rank = max(16, power_of_2(table.widest))
-        constants = {"PRODUCTS": len(y), "SPLITS": len(u), "RANK": rank, "VECTORS": table.vectors}
-        strides = y.stride(0), u.stride(1), u.stride(0)
-        return self.adapters.b.where, strides, {**constants, "BLOCK_M": tiles.rows, "num_warps": 4, **PDL}
+        constants = {"SPLITS": len(u), "RANK": rank, "VECTORS": table.vectors, "BLOCK_M": tiles.rows}
+        return self.adapters.b.where, (u.stride(1), u.stride(0)), {**constants, "num_warps": 4, **PDL}

@@ -32,17 +32,7 @@ from tinkex.engine.cuda.expert_lora import (
     tile_at,
 )
 from tinkex.engine.cuda.expert_routing import FEW, ExpertRows
-from tinkex.engine.cuda.launch import (
-    PDL,
-    cdiv,
-    launched,
-    load,
-    load_fp32,
-    power_of_2,
-    prefetch,
-    prefetched,
-    wait_for_previous,
-)
+from tinkex.engine.cuda.launch import PDL, cdiv, launched, load, load_fp32, power_of_2, wait_for_previous
 from tinkex.engine.cuda.lora_kernels import scaled
 
 
@@ -55,7 +45,6 @@ class Activation(NamedTuple):
 
 
 SWIGLU = Activation()
-_FEW_ROWS = 16  # whose experts' weights fit into the L2 cache
 
 
 class _Tile(NamedTuple):
@@ -97,10 +86,10 @@ def acted(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 @triton.jit(do_not_specialize=["tiles", "row_tiles", "column", "each"])
 def _gate_up(
     x, weight, bias, gate_up, h, order, cells, tiles, u, table, scales, slots, columns, column, each,
-    row_cells, row_tiles, D, F, K, stride_x, stride_u, split_u, alpha, limit, following, ahead,
-    BIAS: tl.constexpr, CLAMPED: tl.constexpr, KEEP: tl.constexpr, LORA: tl.constexpr, MIXED: tl.constexpr,
-    HELD: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    row_cells, row_tiles, D, F, K, stride_x, stride_u, split_u, alpha, limit, BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr, KEEP: tl.constexpr, LORA: tl.constexpr, MIXED: tl.constexpr, HELD: tl.constexpr,
+    SPLITS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """h of a tile's rows, for BLOCK_N columns of gate and up; KEEP: and gate and up themselves."""
     first = tl.program_id(0) * BLOCK_N
@@ -117,7 +106,6 @@ def _gate_up(
         gate, up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         left = x + token[:, None] * stride_x
         right = matrix + n[None, :] * D
-        prefetch(following + expert.to(tl.int64) * D * F, ahead, tl.program_id(0), tl.num_programs(0))
         if HELD > 0:  # what is loaded here is there when the product ends
             r, step = tl.arange(0, BLOCK_R), expert.to(tl.int64) * rank * each
             have_r, have_u = (r < rank)[:, None] & have_n[None, :], have_m[:, None] & (r < rank)[None, :]
@@ -272,24 +260,22 @@ def _combine(
 
 def gate_up(
     x_TD: Tensor, weight: Tensor, rows: ExpertRows, u: Tensor | None, lora: ExpertSite | None, keep: bool,
-    bias: Tensor | None = None, activation: Activation = SWIGLU, following: Tensor | None = None,
+    bias: Tensor | None = None, activation: Activation = SWIGLU,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """h [N, F], the activation of gate and up, and (if asked to keep them) these [N, 2F].
 
-    `u` [S, T, 2R] is the down-projection of the tokens, to be summed over S. `following`: the next product's
-    weights [E, D, F], of which those of few rows' experts are brought into the L2 cache.
+    `u` [S, T, 2R] is the down-projection of the tokens, to be summed over S.
     """
     inner, n = weight.shape[1] // 2, len(rows.order_N)
     h = x_TD.new_empty(n, inner)
     kept = x_TD.new_empty(n, 2 * inner) if keep else None
     given, shape, width = given_adapters(lora, "B", x_TD), GATED[rows.tile], x_TD.shape[1]
-    of_u, few = x_TD[None] if u is None else u, following is not None and n <= _FEW_ROWS
+    of_u = x_TD[None] if u is None else u
     _gate_up[(cdiv(inner, shape.columns), rows.tiles.shape[1])](
         x_TD, weight, h if bias is None else bias, h if kept is None else kept, h, rows.order_N, rows.tiles,
         rows.tiles.shape[1],
         of_u, *given.where, *given.of_rows, width, inner, rows.per_token, x_TD.stride(0), of_u.stride(1),
-        of_u.stride(0), activation.alpha, activation.limit, h if following is None else following,
-        prefetched(following[0]) if few else 0, BIAS=bias is not None,
+        of_u.stride(0), activation.alpha, activation.limit, BIAS=bias is not None,
         CLAMPED=activation.clamped, KEEP=keep, LORA=lora is not None, MIXED=given.mixed and rows.tile <= 32,
         HELD=given.held(rows) if given.widest <= given.block and of_u.dim() == 3 and len(of_u) == 1 else 0,
         SPLITS=1 if u is None else len(u), EVEN=width % shape.features == 0,

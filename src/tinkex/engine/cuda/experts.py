@@ -150,8 +150,7 @@ def _gate_up(
     if not keep and (packed := packed_experts.read_in_place(weights.gate_up, rows)) is not None:
         return packed_experts.gate_up(x_TD, packed, *how, rows, u, lora), None
     wide = packed_experts.expanded(weights.gate_up, x_TD.dtype)
-    following = weights.down if isinstance(weights.down, Tensor) and not keep else None
-    return kernel.gate_up(x_TD, wide, rows, u, lora, keep, *how, following)
+    return kernel.gate_up(x_TD, wide, rows, u, lora, keep, *how)
 
 
 def _down(

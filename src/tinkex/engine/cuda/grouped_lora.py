@@ -55,12 +55,16 @@ def product_with(x: Tensor, weight: Tensor, at: SiteAdapters) -> tuple[Tensor, T
     bf16. An unembedding's product is added to the adapters' part by the library, which reads the result while
     it multiplies: one pass over the logits less.
     """
-    large, rows, u = fused.large(weight), x.shape[0], down_projection(x, weight, at)
+    large, rows = fused.large(weight), x.shape[0]
     if fused.split_in_two(weight):
+        u = kernel.shrink(x, at.a, splits=2)
         return kernel.unite(u, split_product(2, x, weight), x.dtype, at.b), u
+    u = kernel.shrink(x, at.a, splits=1 if large else None)
     if gluon_projection.suits(rows, weight, at.outs):
+        u = kernel.summed(u, x.dtype)
         return gluon_projection.project(x, weight, u[0], at.b), u
     if not large and rows <= _SOME:
+        u = kernel.summed(u, x.dtype)
         return kernel.unite(u, split_product(1, x, weight), x.dtype, at.b), u
     if large and weight.shape[0] < _HEAD:
         y = F.linear(x, weight)
@@ -69,14 +73,6 @@ def product_with(x: Tensor, weight: Tensor, at: SiteAdapters) -> tuple[Tensor, T
     y = x.new_empty(rows, weight.shape[0])
     kernel.write(u, y, at.b)
     return y.addmm_(x, weight.t()), u
-
-
-def down_projection(x: Tensor, weight: Tensor, at: SiteAdapters) -> Tensor:
-    """u = x·Aᵀ as `product_with` reads it."""
-    large = fused.large(weight)
-    u = kernel.shrink(x, at.a, splits=2 if fused.split_in_two(weight) else 1 if large else None)
-    sums = gluon_projection.suits(len(x), weight, at.outs) or not (large or len(x) > _SOME)
-    return kernel.summed(u, x.dtype) if sums else u
 
 
 def split_product(parts: int, x: Tensor, weight: Tensor) -> Tensor:
@@ -193,22 +189,15 @@ class CudaLora(LoraBatch):
             return super().project(site, x, frozen)
         if not (self.train and torch.is_grad_enabled()):
             return self.product(at, x, frozen.weight, frozen.bias)[0]
-        return GroupedProjection.apply(x, self._anchor, frozen, self, at)  # type: ignore[return-value]
+        return GroupedProjection.apply(x, self._anchor, frozen.weight, frozen.bias, self, at)  # type: ignore[return-value]
 
     def product(
-        self, at: SiteAdapters, x: Tensor, weight: Any, bias: Tensor | None = None, *, unread: bool = False
+        self, at: SiteAdapters, x: Tensor, weight: Any, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The frozen product plus the adapters' contribution, and u, which the backward needs.
-
-        `unread`: u alone is computed.
-        """
+        """The frozen product plus the adapters' contribution, and u, which the backward needs."""
         weight = packed_weights.as_tensor(weight, x.dtype)
         writes = at.width <= kernel.MAX_WRITTEN or (fused.large(weight) and weight.shape[0] < _HEAD)
-        writes = writes and not self._invariant and bias is None and self._whole
-        if unread:
-            u = down_projection(x, weight, at) if writes else kernel.shrink(x, at.a)
-            return x.new_empty(1).expand(len(x), len(weight)), u
-        if writes:
+        if not self._invariant and bias is None and self._whole and writes:
             return product_with(x, weight, at)
         y = product(x, weight, bias) if self._invariant else F.linear(x, weight, bias)
         u = kernel.shrink(x, at.a)
@@ -259,11 +248,11 @@ class GroupedProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, frozen: Frozen, lora: CudaLora, at: SiteAdapters
+        ctx: Any, x: Tensor, anchor: Tensor, weight: Any, bias: Any, lora: CudaLora, at: SiteAdapters
     ) -> Tensor:
-        ctx.weight, ctx.lora, ctx.at = frozen.weight, lora, at
-        y, u = lora.product(at, x, frozen.weight, frozen.bias, unread=frozen.unread)
+        y, u = lora.product(at, x, weight, bias)
         ctx.save_for_backward(x, u)
+        ctx.weight, ctx.lora, ctx.at = weight, lora, at
         return y
 
     @staticmethod
@@ -272,7 +261,7 @@ class GroupedProjection(torch.autograd.Function):
         grad_y = grads[0].contiguous()
         grad_u = ctx.lora.backward(ctx.at, grad_y, x, u)
         grad_x = ctx.lora.grad_x(ctx.at, grad_y, grad_u, ctx.weight) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None
+        return grad_x, None, None, None, None, None
 
 
 def _scales(adapters: Sequence[Adapter]) -> np.ndarray:

@@ -28,9 +28,6 @@ MULTIPROCESSORS = 132  # of an H100 or H200, on which tile shapes were measured
 _ABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 PDL = {"launch_pdl": True} if _ABLE and not triton.knobs.runtime.interpret else {}
 CLUSTERS = {"clusters": True} if PDL else {}
-PREFETCHED = 24 << 20  # bytes of a weight at most: half of an H200's L2 cache holds what both halves read
-
-_PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;")
 
 if PDL:
 
@@ -39,26 +36,10 @@ if PDL:
         gdc_launch_dependents()
         gdc_wait()
 
-    @triton.jit
-    def prefetch(base, size, program, programs):
-        """Start to bring `size` bytes (a multiple of 16, at least 512) into the L2 cache, shared by programs.
-
-        For weights that a kernel reads after it has waited: memory would be idle while it waits.
-        """
-        at = tl.arange(0, 128) * 512
-        first = base.to(tl.int64)
-        for start in range(program * 65_536, size, programs * 65_536):
-            place = first + tl.minimum(start + at, size - 512)
-            tl.inline_asm_elementwise(_PREFETCH, "=r,l", [place], tl.int32, False, 1)
-
 else:
 
     @triton.jit
     def wait_for_previous():
-        tl.static_assert(True)
-
-    @triton.jit
-    def prefetch(base, size, program, programs):
         tl.static_assert(True)
 
 
@@ -71,13 +52,6 @@ def load(place, have):
 @triton.jit
 def load_fp32(place, have):
     return tl.load(place, mask=have, other=0.0).to(tl.float32)
-
-
-def prefetched(weight: Tensor) -> int:
-    """How many bytes of a weight `prefetch` brings into the L2 cache; 0 if it has gaps."""
-    size = min(PREFETCHED, weight.numel() * weight.element_size()) // 16 * 16
-    dense = weight.is_contiguous() or weight.t().is_contiguous()
-    return size if dense and size >= 512 and weight.data_ptr() % 16 == 0 else 0
 
 
 def launched(kernel: Any) -> Any:

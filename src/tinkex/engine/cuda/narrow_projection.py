@@ -16,16 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.cuda.adapter_table import SiteAdapters
-from tinkex.engine.cuda.launch import (
-    PDL,
-    cdiv,
-    launched,
-    load,
-    load_fp32,
-    prefetch,
-    prefetched,
-    wait_for_previous,
-)
+from tinkex.engine.cuda.launch import PDL, cdiv, launched, load, load_fp32, wait_for_previous
 from tinkex.engine.cuda.router_kernels import shrink_block
 
 MAX_ROWS = 16
@@ -35,7 +26,7 @@ MAX_ROWS = 16
 @triton.jit(do_not_specialize=["tiles", "column", "rows"])
 def _product(
     x, weight, bias, y, u, table, scales, cells, tiles, columns, column, rows, I, O, stride_x, stride_k,
-    stride_n, stride_u, ahead, BIAS: tl.constexpr, MULTIPLE: tl.constexpr, BLOCKS: tl.constexpr,
+    stride_n, stride_u, BIAS: tl.constexpr, MULTIPLE: tl.constexpr, BLOCKS: tl.constexpr,
     EVEN: tl.constexpr, EVEN_U: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, FEATURES_U: tl.constexpr,
 ):  # fmt: skip
@@ -45,12 +36,10 @@ def _product(
         where = (table, scales, cells, tiles, columns, column)
         shrink_block(x, u, where, program, 0, I, I, stride_x, stride_u, MULTIPLE, BLOCKS, EVEN_U, FEATURES_U)
     else:
-        program -= tiles * BLOCKS
-        n = program * BLOCK_N + tl.arange(0, BLOCK_N)
+        n = (program - tiles * BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
         have_m, have_n = (m < rows)[None, :], (n < O)[:, None]
         left, right = weight + n[:, None] * stride_n, x + m.to(tl.int64)[None, :] * stride_x
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)  # transposed: a multiplication has 64 rows at least
-        prefetch(weight, ahead, program, tl.num_programs(0) - tiles * BLOCKS)
         wait_for_previous()
         for k in range(0, I, BLOCK_K):
             at = k + tl.arange(0, BLOCK_K)
@@ -81,9 +70,9 @@ def product_and_shrink(
     tiles, blocks, features_u = at.tiles.cells.shape[1], cdiv(at.width, 16), 256
     _product[(tiles * blocks + cdiv(out, tile.columns),)](
         x, weight, y if bias is None else bias, y, u, *at.a.where, rows, features, out, x.stride(0),
-        weight.stride(1), weight.stride(0), u.stride(0), prefetched(weight), BIAS=bias is not None,
-        MULTIPLE=at.a.multiple, BLOCKS=blocks, EVEN=features % tile.features == 0,
-        EVEN_U=features % features_u == 0, BLOCK_M=MAX_ROWS, BLOCK_N=tile.columns, BLOCK_K=tile.features,
-        FEATURES_U=features_u, num_warps=tile.warps, num_stages=tile.stages, **PDL,
+        weight.stride(1), weight.stride(0), u.stride(0), BIAS=bias is not None, MULTIPLE=at.a.multiple,
+        BLOCKS=blocks, EVEN=features % tile.features == 0, EVEN_U=features % features_u == 0,
+        BLOCK_M=MAX_ROWS, BLOCK_N=tile.columns, BLOCK_K=tile.features, FEATURES_U=features_u,
+        num_warps=tile.warps, num_stages=tile.stages, **PDL,
     )  # fmt: skip
     return y, u[None]

@@ -27,8 +27,6 @@ from tinkex.engine.cuda.launch import (
     launched,
     load,
     power_of_2,
-    prefetch,
-    prefetched,
     wait_for_previous,
 )
 from tinkex.engine.cuda.packed_codes import (
@@ -55,7 +53,7 @@ MAX_ROWS = 256  # of `product`: more are faster through `expand` and a library
 @triton.jit(do_not_specialize=["rows", "tiles", "column"])
 def _product(
     x, codes, scale, values, y, u, table, scales, cells, tiles, columns, column, rows, K, O, stride_x,
-    stride_codes, stride_scale, split_y, stride_u, split_u, ahead,
+    stride_codes, stride_scale, split_y, stride_u, split_u,
     KIND: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
     PTX: tl.constexpr, LORA: tl.constexpr, MULTIPLE: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -82,8 +80,6 @@ def _product(
         left = x + m.to(tl.int64)[:, None] * stride_x
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         dtype: tl.constexpr = x.dtype.element_ty
-        blocks = tl.num_programs(0) - tl.program_id(0) + block
-        prefetch(codes, ahead, block * tl.num_programs(1) + split, blocks * tl.num_programs(1))
         wait_for_previous()
         for k in range(start, end, STEP):
             weights = weights_at(at_codes, held, values, k, K, KIND, WIDE, TILES, GROUPS, EVEN, dtype, PTX)
@@ -283,11 +279,10 @@ def product_and_shrink(
     _product[(tiles * blocks + cdiv(count, tile.columns), tile.splits, cdiv(rows, tile.rows))](
         x, codes, scale, codes if weight.table is None else weight.table, y, u, *where, rows, columns, count,
         x.stride(0), codes.stride(0), scale.stride(0), y.stride(0), u.stride(1), u.stride(0),
-        prefetched(codes) if rows <= MAX_SHRUNK else 0, KIND=KINDS.index(weight.kind),
-        HIGH=weight.block[0], WIDE=width_of(weight), TILES=tile.tiles,
-        EVEN=columns % (TILE * tile.tiles) == 0, PTX=PTX, LORA=at is not None, MULTIPLE=multiple,
-        BLOCKS=blocks, BLOCK_M=tile.rows, BLOCK_N=tile.columns, num_warps=tile.warps,
-        num_stages=tile.stages, **PDL,
+        KIND=KINDS.index(weight.kind), HIGH=weight.block[0], WIDE=width_of(weight),
+        TILES=tile.tiles, EVEN=columns % (TILE * tile.tiles) == 0, PTX=PTX, LORA=at is not None,
+        MULTIPLE=multiple, BLOCKS=blocks, BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns, num_warps=tile.warps, num_stages=tile.stages, **PDL,
     )  # fmt: skip
     return y, u
 

@@ -2,9 +2,9 @@
 """Attention over the paged KV cache: `_attend` for tiles of queries, `_decode` for many tiles of one token.
 
 A tile has all heads that share a kv head, so that a key is loaded once for all of them. Masked keys are never
-loaded, so pages need no clearing. Few sequences are split along their keys; the program of a tile that ends
-last combines its splits. With one size of tile and no splits results are batch-invariant: blocks of keys
-begin at multiples of their size. The plain implementation is `kv.PagedAttend`.
+loaded, so pages need no clearing. Few sequences are split along their keys, and `_join` combines the splits.
+With one size of tile and no splits results are batch-invariant: blocks of keys begin at multiples of their
+size. The plain implementation is `kv.PagedAttend`.
 
 Shapes: T tokens, H query heads, G kv heads, C head dim, B sequences, N pages of a sequence.
 """
@@ -22,7 +22,6 @@ from tinkex.engine.cuda.launch import PDL, launched, load, power_of_2, wait_for_
 from tinkex.engine.cuda.packed_attention import LOG2E, start_of_softmax, sum_mma_rows
 
 _MANY = 1024  # tiles times kv heads that fill the device with programs of one warp
-MAX_SPLIT_PROGRAMS = 256  # tiles times kv heads from which on keys are not split
 
 
 class Queries(NamedTuple):
@@ -33,12 +32,6 @@ class Queries(NamedTuple):
     tokens: int  # of a whole tile
     splits: int = 1  # of the keys
     min_split_keys: int = 0  # above 0: splits are that long, and unsplit results match the trainer bitwise
-    arrivals: Tensor | None = None  # where there are splits: as `no_arrivals` makes it, and left so
-
-
-def no_arrivals(device: torch.device) -> Tensor:
-    """Counters, by tile and kv head, of splits that have ended: fewer than 256 programs are split."""
-    return torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device)
 
 
 @launched
@@ -214,54 +207,34 @@ def _decode(
         tl.store(out + at_q, total / mass[None, :], mask=have_h[None, :] & have_c[:, None])
 
 
-@triton.jit
-def _join(parts, lse, out, counter, rows, count, query, at_q, have_m, have, C: tl.constexpr):
-    """Combine a tile's splits, in their order whichever ended last. L1 may be stale: loads go past it."""
-    tl.store(counter, 0)
-    level = tl.load(lse + query, mask=have_m, other=0.0, cache_modifier=".cg")
-    for split in range(1, count):
-        one = tl.load(lse + split * rows + query, mask=have_m, other=0.0, cache_modifier=".cg")
-        level = tl.maximum(level, one)
-    mass, total = tl.zeros_like(level), tl.zeros(have.shape, tl.float32)
-    for split in range(count):
-        one = tl.load(lse + split * rows + query, mask=have_m, other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(one - level)
-        part = tl.load(parts + split * rows * C + at_q, mask=have, other=0.0, cache_modifier=".cg")
-        total += part * weight[:, None]
-        mass += weight
-    tl.store(out + at_q, total / mass[:, None], mask=have)
-
-
 @launched
-@triton.jit(do_not_specialize=["rows", "tiles", "stride_table"])
+@triton.jit(do_not_specialize=["tiles", "stride_table"])
 def _attend(
-    q, k, v, k_pool, v_pool, sinks, out, parts, lse, arrivals, rows, cells, tiles, table, stride_table,
-    scale, SINKS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TOKENS: tl.constexpr,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, BLOCK_C: tl.constexpr,
+    q, k, v, k_pool, v_pool, sinks, out, lse, cells, tiles, table, stride_table, scale, SINKS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, count = tl.load(cells + tile), tl.load(cells + tiles + tile)
     position, sequence = tl.load(cells + 2 * tiles + tile), tl.load(cells + 3 * tiles + tile)
-    last = position + count  # keys of the last query
-    first = tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
-    span = tl.maximum(tl.cdiv(tl.cdiv(last - first, KEYS), SPLITS) * KEYS, MIN_SPLIT)
-    low = first + split * span
     wait_for_previous()
-    if (count > 0) & (low < last):
+    if count > 0:
         m, c, l = tl.arange(0, TOKENS * HEADS), tl.arange(0, BLOCK_C), tl.arange(0, KEYS)
         token, head = m // HEADS, m % HEADS
         have_m, have_c = (token < count) & (head < H // G), c < C
-        query = (row + token).to(tl.int64) * H + kv_head * (H // G) + head
-        at_q, have = query[:, None] * C + c[None, :], have_m[:, None] & have_c[None, :]
-        queries = load(q + at_q, have)
+        at_q = ((row + token).to(tl.int64) * H + kv_head * (H // G) + head)[:, None] * C + c[None, :]
+        queries = load(q + at_q, have_m[:, None] & have_c[None, :])
+        last = position + count  # keys of the last query
+        first = tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
+        span = tl.maximum(tl.cdiv(tl.cdiv(last - first, KEYS), SPLITS) * KEYS, MIN_SPLIT)
         new = (row.to(tl.int64) * G + kv_head) * C
         of_sinks = kv_head * (H // G) + tl.where(head < H // G, head, 0)
         best, mass = start_of_softmax(sinks, of_sinks, (TOKENS * HEADS,), SINKS)
         if SINKS and SPLITS > 1:  # the first split has them
             best, mass = tl.where(split == 0, best, float("-inf")), tl.where(split == 0, mass, 0.0)
         total = tl.zeros((TOKENS * HEADS, BLOCK_C), tl.float32)
-        for start in range(low, tl.minimum(low + span, last), KEYS):
+        for start in range(first + split * span, tl.minimum(first + (split + 1) * span, last), KEYS):
             key = start + l
             page = tl.load(table + sequence * stride_table + key // PAGE, mask=key < last, other=0)
             slot = ((page.to(tl.int64) * PAGE + key % PAGE) * G + kv_head) * C
@@ -284,28 +257,31 @@ def _attend(
             values = load(at_v[:, None] + c[None, :], (key < last)[:, None] & have_c[None, :])
             total = tl.dot(weights.to(values.dtype), values, total * fade[:, None])
             best = higher
+        low = first + split * span
         # the split that has the new key stores it
-        if TOKENS == 1 and position < low + span:
+        if TOKENS == 1 and (position >= low) & (position < low + span):
             page = tl.load(table + sequence * stride_table + position // PAGE).to(tl.int64)
             slot = ((page * PAGE + position % PAGE) * G + kv_head) * C + c
             tl.store(k_pool + slot, tl.load(k + new + c, mask=have_c), mask=have_c)
             tl.store(v_pool + slot, tl.load(v + new + c, mask=have_c), mask=have_c)
         total = total / tl.where(mass == 0, 1.0, mass)[:, None]
-        level = tl.where(mass == 0, float("-inf"), best + tl.log2(mass))
-        if SPLITS == 1:
-            tl.store(out + at_q, total, mask=have)
-            tl.store(lse + query, level, mask=have_m)
-        else:
-            count = tl.cdiv(last - first, span)
-            if count == 1:
-                tl.store(out + at_q, total, mask=have)
-            else:
-                tl.store(parts + split * rows * H * C + at_q, total, mask=have)
-                tl.store(lse + split * rows * H + query, level, mask=have_m)
-                tl.debug_barrier()  # all threads have stored before one of them says so
-                counter = arrivals + tile * G + kv_head
-                if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
-                    _join(parts, lse, out, counter, rows * H, count, query, at_q, have_m, have, C)
+        part = ((row + token).to(tl.int64) * H + kv_head * (H // G) + head) * SPLITS + split
+        tl.store(out + part[:, None] * C + c[None, :], total, mask=have_m[:, None] & have_c[None, :])
+        tl.store(lse + part, tl.where(mass == 0, float("-inf"), best + tl.log2(mass)), mask=have_m)
+
+
+@launched
+@triton.jit
+def _join(parts, lse, out, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.constexpr):
+    wait_for_previous()
+    row = tl.program_id(0).to(tl.int64)
+    s, c = tl.arange(0, SPLITS), tl.arange(0, BLOCK_C)
+    levels = tl.load(lse + row * SPLITS + s)
+    level = tl.max(levels, 0)
+    weights = tl.exp2(levels - tl.where(level == float("-inf"), 0.0, level))
+    values = load(parts + (row * SPLITS + s)[:, None] * C + c[None, :], (c < C)[None, :])
+    whole = tl.sum(tl.where((weights > 0)[:, None], values * weights[:, None], 0.0), 0)
+    tl.store(out + row * C + c, whole / tl.maximum(tl.sum(weights, 0), 1e-30), mask=c < C)
 
 
 def _loop(queries: Queries, head_dim: int, rows: int) -> tuple[int, int, int]:
@@ -331,10 +307,8 @@ def attend(
     if queries.tokens > 1:
         write(k_TGC, v_TGC, k_pool, v_pool, slots_T)
     out = torch.empty_like(q_THC)
-    parts = torch.empty(splits, tokens, h, c, dtype=torch.float32, device=out.device) if splits > 1 else out
-    lse = torch.empty(splits, tokens, h, dtype=torch.float32, device=out.device)
-    arrivals = queries.tiles if queries.arrivals is None else queries.arrivals  # unread without splits
-    assert splits == 1 or queries.arrivals is not None
+    parts = torch.empty(tokens, h, splits, c, dtype=torch.float32, device=out.device) if splits > 1 else out
+    lse = torch.empty(tokens, h, splits, dtype=torch.float32, device=out.device)
     block_c, count = max(16, power_of_2(c)), queries.tiles.shape[1]
     tensors = (q_THC, k_TGC, v_TGC, k_pool, v_pool, q_THC if sinks_H is None else sinks_H)
     seen = (queries.tiles, count, queries.table_BN, queries.table_BN.stride(0), c**-0.5 * LOG2E)
@@ -346,12 +320,14 @@ def attend(
             *tensors, out, *seen, **shape, HEADS=max(8, heads), PAGES=4 if exact else 2, STAGES=2,
             num_warps=(2 if exact else 1) * (1 if c <= 128 else 2), **PDL,
         )  # fmt: skip
-        return out, lse[0]
+        return out, lse[:, :, 0]
     heads = max(heads, 16 // queries.tokens)
     keys, warps, stages = _loop(queries, c, queries.tokens * heads)
     _attend[(count, g, splits)](
-        *tensors, out, parts, lse, arrivals, tokens, *seen, **shape, SPLITS=splits,
-        MIN_SPLIT=queries.min_split_keys, TOKENS=queries.tokens, HEADS=heads, KEYS=keys, num_warps=warps,
+        *tensors, parts, lse, *seen, **shape, SPLITS=splits, MIN_SPLIT=queries.min_split_keys,
+        TOKENS=queries.tokens, HEADS=heads, KEYS=keys, num_warps=warps,
         num_stages=stages, **PDL,
     )  # fmt: skip
-    return out, lse[0]
+    if splits > 1:
+        _join[(tokens * h,)](parts, lse, out, C=c, SPLITS=splits, BLOCK_C=block_c, num_warps=1, **PDL)
+    return out, lse[:, :, 0]

@@ -214,8 +214,7 @@ class CapturedPrefill:
 
     def _step(self, key: PrefillGraphKey) -> None:
         tokens, positions, slots, tiles, cells, chunks, sequences, held, pages = cut(self._orders, key)
-        of = key.tile, key.splits, self.min_split_keys, self._graphs.arrivals
-        queries = paged.Queries(tiles, pages[:, None], *of)
+        queries = paged.Queries(tiles, pages[:, None], key.tile, key.splits, self.min_split_keys)
         attend = KernelAttend(self._cache, self._decoder.config.windows, queries, slots[0])
         lora = self._graphs.hook(self._slots, key.adapters, cells, key.rows)
         states = (

@@ -64,7 +64,6 @@ class Frozen(NamedTuple):
     bias: Tensor | None
     packed: Tensor | None  # the weight in the layout that `functions.pack` makes
     product: Callable[[Tensor, Any, Tensor | None, Tensor | None], Tensor]  # `Backend.linear`
-    unread: bool = False  # only what the backward needs is computed; the result's values are undefined
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight, self.bias, self.packed)
@@ -115,4 +114,3 @@ class ForwardContext(NamedTuple):
     layer_inputs: Tensor | None = None  # [T, L, P] of `per_layer.LayerInputs`
     shards: Shards | None = None  # of a decoder that is one rank's
     chosen: dict[int, Tensor] | None = None  # experts [T, K] by layer: a recomputed layer takes the same
-    unread: bool = False  # a layer is recomputed: nothing reads what its last projection computes

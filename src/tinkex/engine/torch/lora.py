@@ -194,12 +194,9 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x, anchor, frozen: Frozen, site: Site, jobs: list[AdapterRows]) -> Tensor:  # type: ignore[override]
-        ctx.weight, ctx.site, ctx.jobs = frozen.weight, site, jobs
-        if frozen.unread:
-            ctx.save_for_backward(x, *shrink(site, jobs, x))
-            return x.new_empty(1).expand(len(x), frozen.weight.shape[0])
         y = frozen_product(x, frozen.weight, frozen.bias, frozen.packed)
         ctx.save_for_backward(x, *add(site, jobs, x, y))
+        ctx.weight, ctx.site, ctx.jobs = frozen.weight, site, jobs
         return y
 
     @staticmethod

@@ -74,8 +74,6 @@ class DecoderLayer(Block):
         )
         self.input_gate = LayerInputGate(model, layer) if model.layer_inputs else None
         self.scalar = frozen_parameter(1) if model.layer_scalars else None
-        after = (self.mlp_post_norm, self.input_gate, self.scalar)  # which read what the MLP computes
-        self.mlp_is_last = isinstance(self.mlp, Mlp) and self.scale == 1.0 and after == (None, None, None)
 
     def forward(
         self, stream: Stream, delta_TD: Tensor | PartialProjection | None, context: ForwardContext
@@ -114,18 +112,12 @@ class DecoderLayer(Block):
         return add_rms_norm(stream, delta, self.norm.factor(weight), self.norm.eps, impl)
 
     def recomputed(self, stream: Stream, context: ForwardContext) -> Stream:
-        """The block under activation checkpointing: only its input is saved, without the rounding error.
-
-        When it is computed again, the MLP's last product is left out: the backward does not read it.
-        """
-        again = context._replace(unread=self.mlp_is_last and context.shards is None)
-        # The rounding error is used in the forward alone: gradients do not need it.
-        calls = [(None, again), (stream.rest, context)]
+        """The block under activation checkpointing: only its input is saved, without the rounding error."""
+        rest = [stream.rest]  # used in the forward alone: gradients do not need it
 
         def block(x_TD: Tensor) -> Stream:
-            rest, of = calls.pop() if len(calls) > 1 else calls[0]
-            after, delta_TD = self(Stream(x_TD, rest), None, of)
-            return after if delta_TD is None else add(after, delta_TD, of.backend.elementwise)
+            after, delta_TD = self(Stream(x_TD, rest.pop() if rest else None), None, context)
+            return after if delta_TD is None else add(after, delta_TD, context.backend.elementwise)
 
         return recompute(block, stream.x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 

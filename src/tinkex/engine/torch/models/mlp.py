@@ -38,8 +38,7 @@ class Mlp(Block):
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor | PartialProjection:
         gate_up = self.gate_up(x_TD, context)
-        h_TF = activated(gate_up, self.config.activation, self.config.gated, context)
-        return self.down(h_TF, context, context.unread)
+        return self.down(activated(gate_up, self.config.activation, self.config.gated, context), context)
 
     def stacked(self) -> dict[str, tuple[int, ...]]:
         return {self.gate_up.parts[0].name: (self.config.width,) * 2} if self.config.fused else {}

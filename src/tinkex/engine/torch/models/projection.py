@@ -38,11 +38,9 @@ class Projection(Block):
         self.bias = frozen_parameter(out_features) if bias else None
         self.packed: Tensor | None = None
 
-    def forward(
-        self, x_NI: Tensor, context: ForwardContext, unread: bool = False
-    ) -> Tensor | PartialProjection:
-        frozen = Frozen(self.weight, self.bias, self.packed, context.backend.linear, unread)
-        return frozen(x_NI) if context.lora is None else context.lora.project(self.site, x_NI, frozen)
+    def forward(self, x_NI: Tensor, context: ForwardContext) -> Tensor | PartialProjection:
+        frozen, lora = Frozen(self.weight, self.bias, self.packed, context.backend.linear), context.lora
+        return frozen(x_NI) if lora is None else lora.project(self.site, x_NI, frozen)
 
     def weights(self) -> dict[str, Tensor]:
         sizes, named = [part.out_features for part in self.stored], {}
