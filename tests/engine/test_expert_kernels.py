@@ -18,14 +18,9 @@ from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.hooks import ForwardContext, Part, Site
 from tinkex.engine.torch.lora import LoraBatch
-from tinkex.engine.torch.models.architecture import (
-    ClampedSwiGlu,
-    ExpertsConfig,
-    ModelConfig,
-    NormConfig,
-    RouterConfig,
-)
+from tinkex.engine.torch.models.architecture import ClampedSwiGlu, ExpertsConfig, ModelConfig, RouterConfig
 from tinkex.engine.torch.models.moe import ExpertMlp
+from tinkex.engine.torch.models.norms import NormConfig
 from tinkex.engine.torch.quantised import FP4, QuantisedWeight
 from tinkex.types.params import LoraConfig
 

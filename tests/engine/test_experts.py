@@ -13,11 +13,11 @@ from tinkex.engine.torch.models.architecture import (
     ClampedSwiGlu,
     ExpertsConfig,
     ModelConfig,
-    NormConfig,
     RouterConfig,
     SharedExpert,
 )
 from tinkex.engine.torch.models.moe import ExpertMlp, per_expert
+from tinkex.engine.torch.models.norms import NormConfig
 
 WIDTH, COUNT, BEST, INNER, TOKENS = 12, 8, 3, 10, 20
 SHAPES: dict[str, ExpertsConfig] = {

@@ -76,14 +76,10 @@ def test_nothing_asks_for_gradients(tmp_path: Path) -> None:
 
 def test_shape_of_the_model(tmp_path: Path) -> None:
     config = load_decoder(tiny_model(tmp_path, "qwen3_moe")).config
-    assert (config.arch, config.layers, config.width, config.heads, config.kv_heads) == (
-        "qwen3_moe",
-        2,
-        64,
-        4,
-        2,
-    )
-    assert (config.head_dim, config.max_context, config.tied) == (24, 256, False)
+    (heads, *_) = config.attention
+    assert (config.arch, config.layers, config.width) == ("qwen3_moe", 2, 64)
+    assert (heads.heads, heads.kv_heads, heads.head_dim) == (4, 2, 24)
+    assert (config.max_context, config.tied) == (256, False)
     assert config.experts is not None
     assert (config.experts.count, config.experts.per_token, config.experts.width) == (6, 2, 32)
 

@@ -13,10 +13,11 @@ from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 
 from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.hooks import ForwardContext
-from tinkex.engine.torch.models.architecture import LayerConfig, MambaConfig, ModelConfig, NormConfig
+from tinkex.engine.torch.models.architecture import LayerConfig, MambaConfig, ModelConfig
 from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.delta_net import Chunks
 from tinkex.engine.torch.models.mamba import Mamba, mamba_chunks, mamba_step
+from tinkex.engine.torch.models.norms import NormConfig
 from tinkex.engine.torch.states import StateGroup, StatePool
 
 G, H, S, P, D = 2, 4, 16, 8, 24

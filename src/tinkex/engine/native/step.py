@@ -132,7 +132,8 @@ class CompiledStep:
             target.gate_up, target.down = project(mlp.gate_up), project(mlp.down)
             target.window = window or 0
         head = self._linear(arena, decoder.unembed_weight, None, [c.padded_vocab])
-        sizes = c.layers, c.width, c.heads, c.kv_heads, c.head_dim, PAGE, c.norm_eps
+        heads = c.attention[0]
+        sizes = c.layers, c.width, heads.heads, heads.kv_heads, heads.head_dim, PAGE, c.norm.eps
         return ModelStruct(*sizes, address(decoder.embedding), address(decoder.norm), self._layers, head)
 
     def _projection(self, arena: HugeArena, module: Projection) -> LinearStruct:

@@ -10,47 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
-
-import torch
-from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from tinkex.engine.torch.models.attend import Chunk
+from tinkex.engine.torch.models.norms import PRE_NORMS, ExpertNorms, NormConfig, NormPlacement
 from tinkex.engine.torch.models.rotary import Rope
 
-_FACTORS: Any = WeakIdKeyDictionary()  # by weight: its version and address, and what `NormConfig.factor` made
-
-
-class NormConfig(NamedTuple):
-    """x̂·w in the model's dtype ("plain") or in fp32 ("wide"), or x̂·(1 + w) in fp32 ("offset")."""
-
-    eps: float = 1e-6
-    kind: Literal["plain", "wide", "offset"] = "plain"
-
-    def factor(self, weight: Tensor) -> Tensor:
-        """What x̂ is multiplied with: in fp32 where the product is to be. Computed once for each weight."""
-        if self.kind == "plain":
-            return weight
-        now = weight._version, weight.data_ptr()
-        version, known = _FACTORS.get(weight, (None, weight))
-        if version != now:
-            with torch.inference_mode(False), torch.no_grad():
-                known = 1.0 + weight.float() if self.kind == "offset" else weight.float()
-            _FACTORS[weight] = now, known
-        return known
-
-
-class NormPlacement(NamedTuple):
-    """The names of a layer's norms in its files; None where it has none."""
-
-    before_mixer: str | None = "input_layernorm"
-    after_mixer: str | None = None  # on the mixer's result, before it is added
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
-
-
-PRE_NORMS = NormPlacement()
+T = TypeVar("T")
 
 
 class KvShape(NamedTuple):
@@ -133,9 +99,7 @@ class DeltaConfig:
     key_dim: int
     value_dim: int
     conv_width: int
-    by_key_head: bool = (
-        False  # stored as one matrix of q, k, v and z and one of b and a, key head by key head
-    )
+    by_key_head: bool = False  # stored as one matrix of q, k, v, z and one of b, a, key head by key head
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -188,7 +152,6 @@ class MambaConfig:
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """As `DeltaConfig.state_shapes`."""
         return (self.conv_width - 1, self.channels), (self.heads, self.state_dim, self.head_dim)
 
 
@@ -243,15 +206,6 @@ class SharedExpert(NamedTuple):
     mlp: MlpConfig | None = None
 
 
-class ExpertNorms(NamedTuple):
-    """The names of norms that experts and the shared expert have apart; their router reads none of them."""
-
-    before_shared: str = "pre_feedforward_layernorm"
-    after_shared: str = "post_feedforward_layernorm_1"
-    before: str = "pre_feedforward_layernorm_2"
-    after: str = "post_feedforward_layernorm_2"
-
-
 class ClampedSwiGlu(NamedTuple):
     """(up + 1)·gate·sigmoid(alpha·gate), with gate ≤ limit and |up| ≤ limit."""
 
@@ -286,9 +240,6 @@ class ExpertsConfig:
             and not (self.shared or self.latent_width)
             and not (self.norms or self.router.norm or self.router.expert_scale or self.router.on_input)
         )
-
-
-_RECURRENT = DeltaConfig | MambaConfig | RecurrentConfig
 
 
 @dataclass(frozen=True)
@@ -337,11 +288,16 @@ class ModelConfig:
     def attention(self) -> tuple[AttentionConfig, ...]:
         return tuple(layer.mixer for layer in self.stack if isinstance(layer.mixer, AttentionConfig))
 
+    @property
+    def _mlps(self) -> list[MlpConfig | ExpertsConfig | None]:
+        return [layer.mlp for layer in self.stack]
+
     @cached_property
     def state_shapes(self) -> dict[int, tuple[tuple[int, ...], ...]]:
         """By recurrent layer: the shapes of the tensors that a sequence carries on."""
-        mixers = ((i, layer.mixer) for i, layer in enumerate(self.stack))
-        return {i: mixer.state_shapes for i, mixer in mixers if isinstance(mixer, _RECURRENT)}
+        mixers = enumerate(layer.mixer for layer in self.stack)
+        kinds = DeltaConfig, MambaConfig, RecurrentConfig
+        return {i: mixer.state_shapes for i, mixer in mixers if isinstance(mixer, kinds)}
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
@@ -350,7 +306,6 @@ class ModelConfig:
 
     @cached_property
     def whole_images(self) -> bool:
-        """Whether some layer attends within whole images."""
         return any(mixer.whole_images for mixer in self.attention)
 
     @cached_property
@@ -363,25 +318,25 @@ class ModelConfig:
 
     @cached_property
     def delta(self) -> DeltaConfig | None:
-        """Of the first layer that has a delta net."""
-        found = (layer.mixer for layer in self.stack if isinstance(layer.mixer, DeltaConfig))
-        return next(found, None)
+        return self._first(DeltaConfig)
+
+    @cached_property
+    def experts(self) -> ExpertsConfig | None:
+        return self._first(ExpertsConfig)
+
+    @cached_property
+    def mamba(self) -> MambaConfig | None:
+        return self._first(MambaConfig)
+
+    def _first(self, kind: type[T]) -> T | None:
+        """What the first layer has that has such a mixer or MLP."""
+        found = (part for layer in self.stack for part in (layer.mixer, layer.mlp))
+        return next((part for part in found if isinstance(part, kind)), None)
 
     @property
     def stored_key_heads(self) -> int:
         """Those that the rows of delta nets' projections are stored by; 0: they are not."""
         return self.delta.key_heads if self.delta and self.delta.by_key_head else 0
-
-    @cached_property
-    def experts(self) -> ExpertsConfig | None:
-        """Of the first layer that has any."""
-        found = (layer.mlp for layer in self.stack if isinstance(layer.mlp, ExpertsConfig))
-        return next(found, None)
-
-    @cached_property
-    def mamba(self) -> MambaConfig | None:
-        """Of the first layer that has it."""
-        return next((layer.mixer for layer in self.stack if isinstance(layer.mixer, MambaConfig)), None)
 
     @cached_property
     def kernels_serve(self) -> bool:
@@ -392,78 +347,44 @@ class ModelConfig:
         attention = self.attention
         if not attention or attention[0].rope is None or attention[0].rope.adjacent:
             return False
-        first, mixers = attention[0], [layer.mixer for layer in self.stack]
+        first = attention[0]
         like = AttentionConfig(
             first.heads, first.kv_heads, first.head_dim, first.rope, None, first.qk_norm,
             first.qkv_bias, first.o_bias, sinks=first.sinks, gate=first.gate,
         )  # fmt: skip
-        dense = [layer.mlp for layer in self.stack if isinstance(layer.mlp, MlpConfig)]
-        experts = [layer.mlp for layer in self.stack if isinstance(layer.mlp, ExpertsConfig)]
+        dense = [mlp for mlp in self._mlps if isinstance(mlp, MlpConfig)]
+        experts = [mlp for mlp in self._mlps if isinstance(mlp, ExpertsConfig)]
         scales = self.embedding_scale, self.residual_scale, self.logit_scale
         return (
-            all(isinstance(mixer, AttentionConfig | DeltaConfig) for mixer in mixers)
+            all(isinstance(layer.mixer, AttentionConfig | DeltaConfig) for layer in self.stack)
             and all(replace(mixer, window=None) == like for mixer in attention)
             and first.qk_norm in (None, "head")
             and all(layer.norms == PRE_NORMS and layer.mlp is not None for layer in self.stack)
             and all(mlp.activation == "silu" and mlp.gated and not mlp.fused for mlp in dense)
             and all(replace(mlp, shared=None).plain for mlp in experts)
-            and all(mlp.shared is None or mlp.shared.mlp is None for mlp in experts)
+            and not any(mlp.shared and mlp.shared.mlp for mlp in experts)
             and scales == (1.0, 1.0, 1.0)
             and self.logit_softcap is None
             and not (self.layer_scalars or self.layer_inputs)
             and not any(isinstance(window, Chunk) for window in self.windows)
         )
 
-    # -- of a uniform model ----------------------------------------------------------------------------
-
     @cached_property
     def uniform(self) -> bool:
-        """Whether compiled steps suit it: pre-norm layers of one rotated attention and SwiGLU or experts."""
-        first = self.attention[0] if self.attention else None
-        if first is None or first.rope is None or not first.rope.whole(first.head_dim):
+        """Whether compiled steps suit it: of what kernels serve, heads that rotate whole and plain SwiGLU."""
+        if not self.kernels_serve or len(self.attention) < self.layers:
             return False
-        norm = first.qk_norm if first.qk_norm == "head" else None
-        like = AttentionConfig(first.heads, first.kv_heads, first.head_dim, first.rope, None, norm,
-                               first.qkv_bias, first.o_bias)  # fmt: skip
-        mlps = [layer.mlp for layer in self.stack if isinstance(layer.mlp, MlpConfig)]
-        scales = self.embedding_scale, self.residual_scale, self.logit_scale
+        first, experts = self.attention[0], [mlp for mlp in self._mlps if isinstance(mlp, ExpertsConfig)]
         return (
-            len(self.attention) == self.layers
-            and all(replace(mixer, window=None) == like for mixer in self.attention)
-            and all(layer.norms == PRE_NORMS and layer.mlp is not None for layer in self.stack)
-            and all(layer.mlp.activation == "silu" and layer.mlp.gated for layer in self.stack if layer.mlp)
-            and all(layer.mlp.plain for layer in self.stack if isinstance(layer.mlp, ExpertsConfig))
-            and all(not mlp.fused for mlp in mlps)
+            (first.rope is not None and first.rope.whole(first.head_dim))
+            and not (first.sinks or first.gate)
+            and all(mlp.plain and mlp.activation == "silu" for mlp in experts)
             and self.norm.kind == "plain"
-            and scales == (1.0, 1.0, 1.0)
-            and self.logit_softcap is None
-            and not self.layer_scalars
-            and not any(isinstance(window, Chunk) for window in self.windows)
         )
-
-    @property
-    def norm_eps(self) -> float:
-        return self.norm.eps
-
-    @property
-    def heads(self) -> int:
-        return self.attention[0].heads
-
-    @property
-    def kv_heads(self) -> int:
-        return self.attention[0].kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.attention[0].head_dim
 
     @property
     def rope(self) -> Rope:
         return self.ropes[0]
-
-    @property
-    def qk_norm(self) -> bool:
-        return self.attention[0].qk_norm is not None
 
     @property
     def qkv_bias(self) -> bool:
@@ -475,4 +396,4 @@ class ModelConfig:
 
     @property
     def mlp_bias(self) -> bool:
-        return any(isinstance(layer.mlp, MlpConfig) and layer.mlp.bias for layer in self.stack)
+        return any(isinstance(mlp, MlpConfig) and mlp.bias for mlp in self._mlps)

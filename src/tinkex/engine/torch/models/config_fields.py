@@ -12,26 +12,20 @@ from typing import Any, Literal
 from tinkex.engine.torch.models.architecture import (
     AttentionConfig,
     DeltaConfig,
+    ExpertsConfig,
     LayerConfig,
     MlpConfig,
     ModelConfig,
-    NormConfig,
-    NormPlacement,
     RouterConfig,
 )
+from tinkex.engine.torch.models.norms import NormConfig, NormPlacement
 from tinkex.engine.torch.models.rotary import read_rope, rope_fields
 from tinkex.errors import InvalidInputError
 
 Fields = Mapping[str, Any]
-
-
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-
-
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
 SANDWICH = NormPlacement(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
@@ -69,14 +63,19 @@ def assembled(fields: Fields, stack: Iterable[LayerConfig], **own: Any) -> Model
 
 
 def attention_of(
-    fields: Fields, *, head_dim: int | None = None, partial: float | None = None, **own: Any
-) -> AttentionConfig:
-    """Attention; `head_dim` where the fields may leave it out, `partial` as `read_rope` has it."""
+    fields: Fields, *, head_dim: int | None = None, partial: float | None = None, biased: bool = False,
+    **own: Any,
+) -> AttentionConfig:  # fmt: skip
+    """Attention; `head_dim` where the fields may leave it out, `partial` as `read_rope` has it.
+
+    `biased`: all of its projections have a bias if `attention_bias` says so.
+    """
     heads = integer(fields, "num_attention_heads")
     size: int = fields.get("head_dim") or head_dim or integer(fields, "hidden_size") // heads
     kv_heads = fields.get("num_key_value_heads") or heads
     rope = own.pop("rope", None) or read_rope(fields, size, partial=partial)
-    return AttentionConfig(heads, kv_heads, size, rope, **own)
+    bias = {"qkv_bias": True, "o_bias": True} if biased and fields.get("attention_bias") else {}
+    return AttentionConfig(heads, kv_heads, size, rope, **bias, **own)
 
 
 def sliding(full: AttentionConfig, fields: Fields, *, theta: float, window: int) -> AttentionConfig:
@@ -92,6 +91,14 @@ def delta_of(fields: Fields) -> DeltaConfig:
     sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     keys, values, key_dim, value_dim, conv = (integer(fields, f"linear_{size}") for size in sizes)
     return DeltaConfig(keys, values, key_dim, value_dim, conv)
+
+
+def experts_of(
+    fields: Fields, count: str = "num_experts", width: str = "moe_intermediate_size", **own: Any
+) -> ExpertsConfig:
+    """Experts; their number and width by the names that a family has for them."""
+    per_token = integer(fields, "num_experts_per_tok")
+    return ExpertsConfig(integer(fields, count), per_token, integer(fields, width), **own)
 
 
 def mlp_of(fields: Fields, *, bias: bool = False, fused: bool = False) -> MlpConfig:

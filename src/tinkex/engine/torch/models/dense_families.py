@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tinkex.engine.torch.models.architecture import (
-    LayerConfig,
-    ModelConfig,
-    NormConfig,
-    NormPlacement,
-    Temperature,
-)
+from tinkex.engine.torch.models.architecture import LayerConfig, ModelConfig, Temperature
 from tinkex.engine.torch.models.config_fields import (
     SANDWICH,
     Fields,
@@ -25,13 +19,13 @@ from tinkex.engine.torch.models.config_fields import (
     sliding,
     upper_windows,
 )
+from tinkex.engine.torch.models.norms import NormConfig, NormPlacement
 from tinkex.engine.torch.models.rotary import read_rope, rope_fields
 
 
 def llama(fields: Fields) -> ModelConfig:
     """Llama 2 and 3, SmolLM2."""
-    bias = bool(fields.get("attention_bias", False))
-    attention = attention_of(fields, qkv_bias=bias, o_bias=bias)
+    attention = attention_of(fields, biased=True)
     layer = LayerConfig(attention, mlp_of(fields, bias=bool(fields.get("mlp_bias", False))))
     return assembled(fields, [layer] * layer_count(fields))
 
@@ -48,8 +42,7 @@ def qwen2(fields: Fields) -> ModelConfig:
 
 
 def qwen3(fields: Fields) -> ModelConfig:
-    bias = bool(fields.get("attention_bias", False))
-    attention = attention_of(fields, head_dim=128, qk_norm="head", qkv_bias=bias, o_bias=bias)
+    attention = attention_of(fields, head_dim=128, qk_norm="head", biased=True)
     windows, mlp = upper_windows(fields), mlp_of(fields)
     return assembled(fields, [LayerConfig(replace(attention, window=window), mlp) for window in windows])
 
@@ -66,9 +59,8 @@ def gemma3(fields: Fields) -> ModelConfig:
     types = layer_types(
         fields, ("full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count))
     )
-    bias, scale = bool(fields.get("attention_bias", False)), fields.get("query_pre_attn_scalar", 256) ** -0.5
-    own = {"qkv_bias": bias, "o_bias": bias, "scale": scale, "whole_images": True}
-    full = attention_of(fields, qk_norm="head", **own)
+    scale = fields.get("query_pre_attn_scalar", 256) ** -0.5
+    full = attention_of(fields, qk_norm="head", biased=True, scale=scale, whole_images=True)
     mixers = {"full_attention": full, "sliding_attention": sliding(full, fields, theta=1e4, window=4096)}
     return assembled(
         fields,
@@ -84,8 +76,7 @@ def olmo3(fields: Fields) -> ModelConfig:
     types = layer_types(
         fields, ("full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(count))
     )
-    bias = bool(fields.get("attention_bias", False))
-    full = attention_of(fields, qk_norm="whole", qkv_bias=bias, o_bias=bias)
+    full = attention_of(fields, qk_norm="whole", biased=True)
     local = sliding(full, fields, theta=fields["rope_theta"], window=4096)
     mixers = {"full_attention": full, "sliding_attention": local}
     norms = NormPlacement(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -101,12 +92,8 @@ def phi3(fields: Fields) -> ModelConfig:
     rope = rope_fields(fields)
     if rope["rope_type"] in ("su", "yarn"):
         rope["rope_type"] = "longrope"
-    fields = {
-        "rms_norm_eps": 1e-5,
-        "original_max_position_embeddings": 4096,
-        **fields,
-        "rope_parameters": rope,
-    }
+    own = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+    fields = {**own, **fields, "rope_parameters": rope}
     window = fields.get("sliding_window")
     attention = attention_of(fields, fused=True, window=window, partial=1.0)
     return assembled(fields, [LayerConfig(attention, mlp_of(fields, fused=True))] * layer_count(fields))
@@ -114,20 +101,18 @@ def phi3(fields: Fields) -> ModelConfig:
 
 def granite(fields: Fields) -> ModelConfig:
     """Granite 3."""
-    bias = bool(fields.get("attention_bias", False))
-    scale = float(fields.get("attention_multiplier", 1.0))
-    attention = attention_of(fields, qkv_bias=bias, o_bias=bias, scale=scale)
+    attention = attention_of(fields, biased=True, scale=float(fields.get("attention_multiplier", 1.0)))
     layer = LayerConfig(attention, mlp_of(fields, bias=bool(fields.get("mlp_bias", False))))
     return assembled(fields, [layer] * layer_count(fields), **multipliers(fields))
 
 
 def smollm3(fields: Fields) -> ModelConfig:
     fields, count = {"rope_theta": 2e6, **fields}, layer_count(fields)
-    every, bias = fields.get("no_rope_layer_interval", 4), bool(fields.get("attention_bias", False))
+    every = fields.get("no_rope_layer_interval", 4)
     rotated = fields.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(count)]
     window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
     types = layer_types(fields, ("full_attention" if one else "sliding_attention" for one in rotated))
-    attention = attention_of(fields, qkv_bias=bias, o_bias=bias)
+    attention = attention_of(fields, biased=True)
     mlp = mlp_of(fields, bias=bool(fields.get("mlp_bias", False)))
     mixers = [
         replace(attention, rope=attention.rope if one else None, window=window if kind[0] == "s" else None)

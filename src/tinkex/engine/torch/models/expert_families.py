@@ -9,13 +9,11 @@ from typing import Literal
 from tinkex.engine.torch.models.architecture import (
     AttentionConfig,
     ClampedSwiGlu,
-    ExpertNorms,
     ExpertsConfig,
     LatentConfig,
     LayerConfig,
     MlpConfig,
     ModelConfig,
-    NormConfig,
     RouterConfig,
     SharedExpert,
     Temperature,
@@ -27,6 +25,7 @@ from tinkex.engine.torch.models.config_fields import (
     activation_of,
     assembled,
     attention_of,
+    experts_of,
     integer,
     layer_count,
     layer_types,
@@ -34,25 +33,17 @@ from tinkex.engine.torch.models.config_fields import (
     refuse,
     sigmoid_router,
 )
+from tinkex.engine.torch.models.norms import ExpertNorms, NormConfig
 from tinkex.engine.torch.models.rotary import read_rope, rope_fields
 
 
 def qwen3_moe(fields: Fields) -> ModelConfig:
-    bias = bool(fields.get("attention_bias", False))
     window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
-    attention = attention_of(fields, qk_norm="head", qkv_bias=bias, o_bias=bias, window=window)
+    attention = attention_of(fields, qk_norm="head", biased=True, window=window)
     count = "num_experts" if "num_experts" in fields else "num_local_experts"  # transformers 4, 5
-    experts = ExpertsConfig(
-        count=integer(fields, count),
-        per_token=integer(fields, "num_experts_per_tok"),
-        width=integer(fields, "moe_intermediate_size"),
-        router=RouterConfig(normalise=bool(fields.get("norm_topk_prob", False))),
-    )
-    step, dense, mlp = (
-        fields.get("decoder_sparse_step", 1),
-        fields.get("mlp_only_layers") or (),
-        mlp_of(fields),
-    )
+    router = RouterConfig(normalise=bool(fields.get("norm_topk_prob", False)))
+    experts, mlp = experts_of(fields, count, router=router), mlp_of(fields)
+    step, dense = fields.get("decoder_sparse_step", 1), fields.get("mlp_only_layers") or ()
     sparse = (i not in dense and (i + 1) % step == 0 for i in range(layer_count(fields)))
     return assembled(fields, [LayerConfig(attention, experts if one else mlp) for one in sparse])
 
@@ -68,11 +59,8 @@ def qwen3_vl_moe(fields: Fields) -> ModelConfig:
 
 
 def mixtral(fields: Fields) -> ModelConfig:
-    experts = ExpertsConfig(
-        count=integer(fields, "num_local_experts"),
-        per_token=integer(fields, "num_experts_per_tok"),
-        width=mlp_of(fields).width,
-    )
+    activation_of(fields)
+    experts = experts_of(fields, "num_local_experts", "intermediate_size")
     attention = attention_of(fields, window=fields.get("sliding_window"))
     return assembled(fields, [LayerConfig(attention, experts)] * layer_count(fields))
 
@@ -94,21 +82,19 @@ def gemma4(fields: Fields) -> ModelConfig:
     wide = {"head_dim": fields.get("global_head_dim", 512)}
     if same and fields.get("num_global_key_value_heads"):
         wide["num_key_value_heads"] = fields["num_global_key_value_heads"]
-    of_layer, bias = fields.get("per_layer_config") or {}, bool(fields.get("attention_bias", False))
-    lent = count - fields.get("num_kv_shared_layers", 0)
+    of_layer, lent = fields.get("per_layer_config") or {}, count - fields.get("num_kv_shared_layers", 0)
     stack = []
     for i, kind in enumerate(types):
         full, shares = kind == "full_attention", i >= lent > 0
         given = {**fields, **((of_layer.get(str(i)) or {}) if of_layer else wide if full else {})}
         mixer = attention_of(
-            given, qk_norm="head", qkv_bias=bias, o_bias=bias, scale=1.0, v_norm=True, k_as_v=same and full,
+            given, qk_norm="head", biased=True, scale=1.0, v_norm=True, k_as_v=same and full,
             window=None if full else fields.get("sliding_window", 512),
             rope=read_rope(given, given["head_dim"], kind),
             share=max(j for j in range(lent) if types[j] == kind) if shares else None,
             whole_images=not full and fields.get("use_bidirectional_attention") == "vision",
         )  # fmt: skip
-        mlp = mlp_of(fields)
-        double = fields.get("use_double_wide_mlp", False) and shares
+        mlp, double = mlp_of(fields), fields.get("use_double_wide_mlp", False) and shares
         mlp = replace(mlp, width=mlp.width * (1 + double))
         if fields.get("enable_moe_block", False):
             norms = SANDWICH._replace(before_mlp=None)  # the experts' own
@@ -145,16 +131,14 @@ def _gemma4_experts(fields: Fields, mlp: MlpConfig) -> ExpertsConfig:
 def llama4(fields: Fields) -> ModelConfig:
     """Llama 4 (Scout, Maverick): rotated layers see chunks, every fourth one all; top-1 experts."""
     fields, count = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, **fields}, layer_count(fields)
-    every, bias = fields.get("no_rope_layer_interval", 4), bool(fields.get("attention_bias", False))
+    every = fields.get("no_rope_layer_interval", 4)
     rotated = fields.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(count)]
     types = layer_types(
         fields, ("chunked_attention" if one else "full_attention" for one in rotated), ("chunked_attention",)
     )
     norm: Literal["rotated"] | None = "rotated" if fields.get("use_qk_norm", True) else None
-    attention = attention_of(
-        fields, qk_norm=norm, qkv_bias=bias, o_bias=bias,
-        rope=read_rope(fields, fields["head_dim"], adjacent=True),
-    )  # fmt: skip
+    rope = read_rope(fields, fields["head_dim"], adjacent=True)
+    attention = attention_of(fields, qk_norm=norm, biased=True, rope=rope)
     hotter = Temperature(fields.get("attn_scale", 0.1), fields.get("floor_scale", 8192), offset=1)
     hotter = hotter if fields.get("attn_temperature_tuning", True) else None
     plain = replace(attention, rope=None, qk_norm=None, temperature=hotter)
@@ -184,36 +168,25 @@ def llama4(fields: Fields) -> ModelConfig:
 
 def olmoe(fields: Fields) -> ModelConfig:
     refuse(fields, clip_qkv=None)
-    bias = bool(fields.get("attention_bias", False))
-    attention = attention_of(fields, qk_norm="whole", qkv_bias=bias, o_bias=bias)
-    experts = ExpertsConfig(
-        count=integer(fields, "num_experts"),
-        per_token=integer(fields, "num_experts_per_tok"),
-        width=integer(fields, "intermediate_size"),
-        router=RouterConfig(normalise=bool(fields.get("norm_topk_prob", False))),
-    )
+    attention = attention_of(fields, qk_norm="whole", biased=True)
+    router = RouterConfig(normalise=bool(fields.get("norm_topk_prob", False)))
+    experts = experts_of(fields, width="intermediate_size", router=router)
     norm = NormConfig(float(fields.get("rms_norm_eps", 1e-5)))
     return assembled(fields, [LayerConfig(attention, experts)] * layer_count(fields), norm=norm)
 
 
 def gpt_oss(fields: Fields) -> ModelConfig:
-    fields = {"rms_norm_eps": 1e-5, "head_dim": 64, "rope_theta": 1.5e5, **fields}
+    fields = {"rms_norm_eps": 1e-5, "head_dim": 64, "rope_theta": 1.5e5, "attention_bias": True, **fields}
     kinds = ("sliding_attention", "full_attention")
     types = layer_types(fields, (kinds[i % 2] for i in range(layer_count(fields))))
-    bias = bool(fields.get("attention_bias", True))
-    full = attention_of(fields, qkv_bias=bias, o_bias=bias, sinks=True)
+    full = attention_of(fields, biased=True, sinks=True)
     local = replace(full, window=fields.get("sliding_window", 128))
     count = "num_local_experts" if "num_local_experts" in fields else "num_experts"
-    experts = ExpertsConfig(
-        count=integer(fields, count),
-        per_token=integer(fields, "num_experts_per_tok"),
-        width=integer(fields, "intermediate_size"),
-        router=RouterConfig("softmax_of_best", bias=True),
-        activation=ClampedSwiGlu(fields.get("swiglu_alpha", 1.702), fields.get("swiglu_limit", 7.0)),
-        bias=True,
-        transposed=True,
-        interleaved=True,
-    )
+    clamped = ClampedSwiGlu(fields.get("swiglu_alpha", 1.702), fields.get("swiglu_limit", 7.0))
+    experts = experts_of(
+        fields, count, "intermediate_size", router=RouterConfig("softmax_of_best", bias=True),
+        activation=clamped, bias=True, transposed=True, interleaved=True,
+    )  # fmt: skip
     mixers = {"full_attention": full, "sliding_attention": local}
     norm = NormConfig(float(fields["rms_norm_eps"]), "wide")
     return assembled(fields, [LayerConfig(mixers[kind], experts) for kind in types], norm=norm)
@@ -262,13 +235,8 @@ def _with_experts(fields: Fields, mixer: AttentionConfig | LatentConfig) -> Mode
     dense = fields.get("first_k_dense_replace", 1 if fields["model_type"] == "glm4_moe_lite" else 3)
     types = fields.get("mlp_layer_types") or ["dense" if i < dense else "sparse" for i in range(count)]
     shared = fields.get("n_shared_experts") or 0
-    experts = ExpertsConfig(
-        count=integer(fields, "n_routed_experts"),
-        per_token=integer(fields, "num_experts_per_tok"),
-        width=width,
-        router=sigmoid_router(fields),
-        shared=SharedExpert(width * shared) if shared else None,
-    )
+    own = SharedExpert(width * shared) if shared else None
+    experts = experts_of(fields, "n_routed_experts", router=sigmoid_router(fields), shared=own)
     mlp = mlp_of(fields)
     stack = [LayerConfig(mixer, mlp if kind == "dense" else experts) for kind in types]
     return assembled(fields, stack, skipped=(f"model.layers.{count}.",))  # a head for a further token

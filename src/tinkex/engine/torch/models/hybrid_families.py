@@ -12,8 +12,6 @@ from tinkex.engine.torch.models.architecture import (
     MambaConfig,
     MlpConfig,
     ModelConfig,
-    NormConfig,
-    NormPlacement,
     RouterConfig,
     SharedExpert,
 )
@@ -22,6 +20,7 @@ from tinkex.engine.torch.models.config_fields import (
     assembled,
     attention_of,
     delta_of,
+    experts_of,
     integer,
     layer_count,
     layer_types,
@@ -30,6 +29,7 @@ from tinkex.engine.torch.models.config_fields import (
     refuse,
     sigmoid_router,
 )
+from tinkex.engine.torch.models.norms import NormConfig, NormPlacement
 from tinkex.errors import InvalidInputError
 
 MTP = ("mtp.",)  # heads for several tokens, which are not read
@@ -43,9 +43,8 @@ def granite4(fields: Fields) -> ModelConfig:
         ["linear_attention"] * layer_count(fields),
         ("linear_attention",),
     )
-    bias, heads = bool(fields.get("attention_bias", False)), integer(fields, "mamba_n_heads")
-    scale = float(fields.get("attention_multiplier", 1.0))
-    attention = attention_of(fields, qkv_bias=bias, o_bias=bias, scale=scale)
+    heads, scale = integer(fields, "mamba_n_heads"), float(fields.get("attention_multiplier", 1.0))
+    attention = attention_of(fields, biased=True, scale=scale)
     if fields.get("position_embedding_type") != "rope":
         attention = replace(attention, rope=None)
     inner, head_dim = (
@@ -93,20 +92,18 @@ def _step_limits(fields: Fields) -> tuple[float, float]:
 
 def qwen3_5(fields: Fields) -> ModelConfig:
     """Qwen3.5, 3.6 and 3.8, dense and with experts: three gated delta nets, then gated attention."""
-    every, bias = fields.get("full_attention_interval", 4), bool(fields.get("attention_bias", False))
+    every = fields.get("full_attention_interval", 4)
     kinds = ["linear_attention"] * (every - 1) + ["full_attention"]
     default = (kinds * layer_count(fields))[: layer_count(fields)]
-    heads = {"head_dim": 256, "partial": 0.25}
-    attention = attention_of(fields, **heads, qk_norm="head", gate=True, qkv_bias=bias, o_bias=bias)
+    attention = attention_of(fields, head_dim=256, partial=0.25, qk_norm="head", gate=True, biased=True)
     mixers = {"full_attention": attention, "linear_attention": delta_of(fields)}
     mixers["sliding_attention"] = replace(attention, window=fields.get("sliding_window"))
     types = layer_types(fields, default, ("linear_attention",))
-    mlp = mlp_of(fields) if "num_experts" not in fields else ExpertsConfig(
-        count=integer(fields, "num_experts"),
-        per_token=integer(fields, "num_experts_per_tok"),
-        width=integer(fields, "moe_intermediate_size"),
-        shared=SharedExpert(integer(fields, "shared_expert_intermediate_size"), "shared_expert", gated=True),
-    )  # fmt: skip
+    if "num_experts" in fields:
+        width = integer(fields, "shared_expert_intermediate_size")
+        mlp = experts_of(fields, shared=SharedExpert(width, "shared_expert", gated=True))
+    else:
+        mlp = mlp_of(fields)
     norm = NormConfig(float(fields.get("rms_norm_eps", 1e-6)), "offset")
     return assembled(fields, [LayerConfig(mixers[kind], mlp) for kind in types], norm=norm, skipped=MTP)
 
@@ -171,14 +168,8 @@ def _nemotron_layer(fields: Fields, kind: str) -> LayerConfig:
 
 def _nemotron_experts(fields: Fields) -> ExpertsConfig:
     refuse(fields, mlp_bias=False)
-    return ExpertsConfig(
-        count=integer(fields, "n_routed_experts"),
-        per_token=integer(fields, "num_experts_per_tok"),
-        width=integer(fields, "moe_intermediate_size"),
-        router=sigmoid_router(fields),
-        activation="relu2",
-        gated=False,
-        shared=SharedExpert(integer(fields, "moe_shared_expert_intermediate_size")),
+    return experts_of(
+        fields, "n_routed_experts", router=sigmoid_router(fields), activation="relu2", gated=False,
+        name="mixer", shared=SharedExpert(integer(fields, "moe_shared_expert_intermediate_size")),
         latent_width=fields.get("moe_latent_size"),
-        name="mixer",
-    )
+    )  # fmt: skip

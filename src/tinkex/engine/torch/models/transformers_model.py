@@ -27,12 +27,12 @@ from tinkex.engine.torch.models.architecture import (
     LayerConfig,
     MlpConfig,
     ModelConfig,
-    NormConfig,
     RecurrentConfig,
 )
 from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.block import Block
 from tinkex.engine.torch.models.decoder import Decoder
+from tinkex.engine.torch.models.norms import NormConfig
 from tinkex.engine.torch.models.transformers_blocks import (
     AdaptedExperts,
     AdaptedLinear,
