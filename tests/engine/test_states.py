@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.engine.stepping import check, check_pages
 from tests.engine.tiny import tiny_model
 from tinkex.engine.protocol import SampleWork
-from tinkex.engine.torch import continuous_batch, states
+from tinkex.engine.torch import sequence_memory, states
 from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.kv import KVCache, chain
 from tinkex.engine.torch.load import load_decoder
@@ -82,17 +82,17 @@ def submit(batch: ContinuousBatch, prompt: list[int], tokens: int, samples: int 
 
 
 def check_states(batch: ContinuousBatch) -> None:
-    assert batch.states is not None
+    assert batch.memory.states is not None
     check(batch)
-    check_pages(batch.states.slots, ([s.slot] for s in batch.running if s.slot is not None))
+    check_pages(batch.memory.states.slots, ([s.slot] for s in batch.running if s.slot is not None))
     for sequence in batch.running:
         assert state_of(batch, sequence) == fold(sequence.ids(0, sequence.computed).tolist())
 
 
 def state_of(batch: ContinuousBatch, sequence: RunningSequence) -> float:
-    assert batch.states is not None
+    assert batch.memory.states is not None
     assert sequence.slot is not None
-    return batch.states.tensors[0][0][sequence.slot].item()
+    return batch.memory.states.tensors[0][0][sequence.slot].item()
 
 
 def finish(batch: ContinuousBatch) -> None:
@@ -102,8 +102,8 @@ def finish(batch: ContinuousBatch) -> None:
         batch.step()
         check_states(batch)
     assert not batch.busy
-    assert batch.states is not None
-    assert batch.states.slots.available == batch.states.slots.count
+    assert batch.memory.states is not None
+    assert batch.memory.states.slots.available == batch.memory.states.slots.count
 
 
 @pytest.mark.parametrize(("pages", "slots"), [(200, 40), (40, 5), (40, 1), (20, 3)])
@@ -219,11 +219,11 @@ class Ahead:
 def test_snapshots_fall_due_while_a_step_is_in_flight(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (states, continuous_batch):
+    for module in (states, sequence_memory):
         monkeypatch.setattr(module, "GRID", 32)
     pipeline: Any = Ahead()
     batch = new_batch(decoder, 60, 12, pipeline)
-    pool = pipeline.states = batch.states
+    pool = pipeline.states = batch.memory.states
     assert pool is not None
     futures = [submit(batch, list(range(100 + i, 120 + i)), 70) for i in range(2)]
     while batch.busy:

@@ -27,9 +27,10 @@ from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
 from tinkex.engine.torch.engine_thread import settle
 from tinkex.engine.torch.images import PlacedImage, feature_rows, page_extras, spans_of, whole_chunk
-from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan, chain
+from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.next_tokens import Choice, TorchRows, draw_next
+from tinkex.engine.torch.sequence_memory import SequenceMemory
 from tinkex.engine.torch.sequences import (
     Landed,
     Listener,
@@ -38,7 +39,7 @@ from tinkex.engine.torch.sequences import (
     RunningSequence,
     Top,
 )
-from tinkex.engine.torch.states import GRID, StatePool, snapshot_after
+from tinkex.engine.torch.states import StatePool
 from tinkex.engine.torch.step_runner import StepRunner, StepTokens
 from tinkex.engine.torch.upload import to_device
 from tinkex.types.outputs import SampleResponse
@@ -83,7 +84,8 @@ class ContinuousBatch:
         runner: StepRunner | None = None,
     ) -> None:
         """`probe`, called when a step has failed, raises if the device is lost. Hybrids have `states`."""
-        self.decoder, self.cache, self.limits, self.states = decoder, cache, limits, states
+        self.decoder, self.cache, self.limits = decoder, cache, limits
+        self.memory = SequenceMemory(cache, states)
         self._pipeline, self._compiled, self._probe = pipeline, compiled, probe
         self._runner = runner or StepRunner(decoder, cache, states, prefill)
         self.waiting: deque[RunningSequence] = deque()
@@ -127,16 +129,13 @@ class ContinuousBatch:
         """
         seed, stops = seed_of(work), Stops(work, self.decoder.config.eos_ids, token_bytes)
         scores = PromptScores(work, seed)
-        shown = images, spans_of(images) if self.decoder.config.whole_images else (), page_extras(images)
+        spans = spans_of(images) if self.decoder.config.whole_images else ()
         rules = LogitRules(work, stops.ids) if LogitRules.asked(work) else None
-        request = RunningRequest(
-            work, future, published, max_tokens, seed, stops, scores, listener, rules, *shown
-        )
-        grammars = [grammar and (grammar.fork() if i else grammar) for i in range(work.num_samples)]
-        request.sequences = [
-            RunningSequence(work.first_sample + i, request=request, grammar=state)
-            for i, state in enumerate(grammars)
-        ]
+        more = listener, rules, images, spans, page_extras(images)
+        request = RunningRequest(work, future, published, max_tokens, seed, stops, scores, *more)
+        for i in range(work.num_samples):
+            state = grammar and (grammar.fork() if i else grammar)
+            request.sequences.append(RunningSequence(work.first_sample + i, request=request, grammar=state))
         request.unforked = request.sequences[1:]
         request.ahead = self._pipeline is not None and self._pipeline.serves(request)
         if published:
@@ -187,11 +186,10 @@ class ContinuousBatch:
         """Decode sequences that lack the token drawn last: no prompt to score, nothing to fork."""
         assert self._compiled is not None
         for part in self._bounded([sequence for sequence, _ in plan]):
-            part = [s for s in part if s.pages]  # without those whose request failed meanwhile
-            if part:
+            if part := [s for s in part if s.pages]:  # without those whose request failed meanwhile
                 logits_NV = self._compiled([(s.last, s.computed, s.pages, s.request.adapter) for s in part])
                 for sequence in part:
-                    self._computed(sequence, 1)
+                    self.memory.computed(sequence, 1)
                 self._draw_rows(part, logits_NV)
 
     def _bounded(self, rows: list[T]) -> Iterator[list[T]]:
@@ -214,11 +212,12 @@ class ContinuousBatch:
                 self._admit()
             going = [s for s in self.running if len(s.tokens) + s.in_flight < s.request.max_tokens]
             decoding = all(s.lacking == 1 and s.request.ahead for s in self.running)
-            if not decoding or not all(self._has_page_ahead(s) for s in going):
+            has_room = (self.memory.has_room(s, s.computed + s.in_flight + 1) for s in going)
+            if not decoding or not all(has_room):
                 self._land(pipeline.land())
                 return False
             for sequence in going:
-                self._copy_state_ahead(sequence)
+                self.memory.copy_ahead(sequence)
             self._land(pipeline.step(going) if going else pipeline.land())
             pipeline.draw()
         except Exception as error:
@@ -226,62 +225,27 @@ class ContinuousBatch:
             self._fail_step(self.running, error)
         return True
 
-    def _has_page_ahead(self, sequence: RunningSequence) -> bool:
-        if len(sequence.pages) * PAGE <= sequence.computed + sequence.in_flight:
-            sequence.pages += self.cache.take(1) or []
-        return len(sequence.pages) * PAGE > sequence.computed + sequence.in_flight
-
-    def _copy_state_ahead(self, sequence: RunningSequence) -> None:
-        """Copy a state that `_computed` is to keep: when that step lands, the next has changed the state."""
-        due = sequence.in_flight and (sequence.computed + sequence.in_flight) % GRID == 0
-        if self.states is not None and due and sequence.slot is not None:
-            sequence.copied = self.states.fork(sequence.slot)
-
     def _land(self, landed: Landed) -> None:
         for sequence, token, logprob, top in landed:
             if sequence.pages and not sequence.reason:
-                self._computed(sequence, 1)
+                self.memory.computed(sequence, 1)
                 self._append(sequence, token, logprob, top)
         self._finish()
 
     def _admit(self) -> None:
         """Start waiting sequences, first come first served, while slots and pages last."""
-        pages = self.cache.pages
         backlog = sum(s.lacking - 1 for s in self.running)  # prefill tokens that already wait
         while self.waiting and len(self.running) < self.limits.sequences:
             sequence = self.waiting[0]
             if backlog >= self.limits.prefill_alone:
                 return  # no budget for it now, and later more of its prompt may be cached
-            reusable = (self._first_needed(sequence) - 1) // PAGE
-            links = self._links(sequence, sequence.length)[:reusable]
-            found = pages.find(links)
-            if self.states is not None:  # a prefix is reused as far as there is a state, too
-                reusable = self.states.reusable(links[: len(found)])
-                pages.release(found[reusable:])
-                del found[reusable:]
-            fresh = -(-sequence.length // PAGE) - len(found)
-            spare = -(-len(self.running) // PAGE)  # pages that running sequences need soon
-            if pages.available < fresh + spare or not self._start_state(sequence, links[: len(found)]):
-                pages.release(found)
+            if not self.memory.start(sequence, spare=-(-len(self.running) // PAGE)):
                 return
             self.waiting.popleft()
-            sequence.pages = found + (self.cache.take(fresh) or [])
-            sequence.computed = len(found) * PAGE
             if sequence.index == 0 and not sequence.tokens:
                 sequence.request.cache_hits = sequence.computed
             self.running.append(sequence)
             backlog += sequence.lacking - 1
-
-    def _start_state(self, sequence: RunningSequence, links: Sequence[bytes]) -> bool:
-        if self.states is not None:
-            sequence.slot = self.states.start(links)
-        return self.states is None or sequence.slot is not None
-
-    def _first_needed(self, sequence: RunningSequence) -> int:
-        """The first position whose logits are still needed: cached pages before it are reused."""
-        wanted = sequence.request.scores.next
-        scoring = sequence.index == 0 and wanted < len(sequence.request.work.prompt)
-        return wanted if scoring else sequence.length
 
     def _plan(self) -> Plan:
         """Tokens for each sequence: one if it decodes, its prompt as far as the budget goes otherwise."""
@@ -297,9 +261,7 @@ class ContinuousBatch:
         for sequence in self.running:
             count = sequence.lacking
             if count > 1:
-                count = min(count, max(budget, 0))
-                if self.states is not None:
-                    count = min(count, snapshot_after(sequence.computed, sequence.length) - sequence.computed)
+                count = self.memory.bounded(sequence, min(count, max(budget, 0)))
                 if sequence.request.spans and count:
                     count = whole_chunk(sequence.request.spans, sequence.computed, count)
                 budget -= count
@@ -309,10 +271,7 @@ class ContinuousBatch:
 
     def _grow(self, sequence: RunningSequence) -> None:
         """Allocate the page that a sequence's next token needs; preempt the youngest if none is free."""
-        while len(sequence.pages) * PAGE < sequence.length:
-            if page := self.cache.take(1):
-                sequence.pages += page
-                continue
+        while not self.memory.has_room(sequence, sequence.length):
             victim = self.running[-1]  # first in the queue now, and recomputed later
             self.preemptions += 1
             self._stop_running(victim)
@@ -329,29 +288,8 @@ class ContinuousBatch:
         adapters = [sequence.request.adapter for sequence, _ in plan]
         h_TD = self._runner.forward(StepTokens(tokens, pieces, adapters, slots, images))
         for sequence, count in plan:
-            self._computed(sequence, count)
+            self.memory.computed(sequence, count)
         return h_TD
-
-    def _computed(self, sequence: RunningSequence, count: int) -> None:
-        """Note `count` computed tokens, and enter the pages that became full into the prefix cache."""
-        before = sequence.computed
-        sequence.computed += count
-        first, full = before // PAGE, sequence.computed // PAGE
-        if first < full:
-            links = self._links(sequence, full * PAGE)
-            for page in range(first, full):
-                self.cache.pages.remember(sequence.pages[page], links[page])
-            if self.states is not None and sequence.computed == snapshot_after(before, sequence.length):
-                assert sequence.slot is not None
-                if sequence.copied is not None:
-                    self.states.enter(sequence.copied, links[full - 1])
-                elif not sequence.in_flight:
-                    self.states.remember(sequence.slot, links[full - 1])
-                sequence.copied = None
-
-    def _links(self, sequence: RunningSequence, stop: int) -> list[bytes]:
-        fresh = sequence.ids(len(sequence.links) * PAGE, stop)
-        return chain(sequence.request.root, fresh, sequence.links, sequence.request.extras)
 
     @torch.inference_mode()
     def _score(self, plan: Plan, h_TD: Tensor) -> None:
@@ -381,28 +319,24 @@ class ContinuousBatch:
             if sequence.computed == sequence.length:
                 ready += [(sequence, row), *((fork, row) for fork in self._fork(sequence))]
         for part in self._bounded(ready):
-            if self._runner.draws and all(sequence.request.draws_plainly for sequence, _ in part):
-                self._draw_by_runner(part, h_TD)
+            sequences, rows = [s for s, _ in part], np.array([row for _, row in part])
+            if self._runner.draws and all(sequence.request.draws_plainly for sequence in sequences):
+                adapters = [sequence.request.adapter for sequence in sequences]
+                drawn = self._runner.draw(h_TD, rows, adapters, Choice.of(sequences))
+                for sequence, token, logprob in zip(sequences, *drawn, strict=True):
+                    self._append(sequence, token, logprob, None)
                 continue
-            rows, first, inverse = np.unique([row for _, row in part], return_index=True, return_inverse=True)
-            adapters = [part[i][0].request.adapter for i in first]
+            rows, first, inverse = np.unique(rows, return_index=True, return_inverse=True)
+            adapters = [sequences[i].request.adapter for i in first]
             logits_NV = self._runner.logits(h_TD, rows, adapters, [1] * len(rows))
             if len(rows) < len(part):
                 logits_NV = logits_NV[to_device(inverse, self._device)]
-            self._draw_rows([s for s, _ in part], logits_NV)
-
-    def _draw_by_runner(self, part: list[tuple[RunningSequence, int]], h_TD: Tensor) -> None:
-        sequences, rows = [s for s, _ in part], np.array([row for _, row in part])
-        choice = Choice.of(sequences)
-        drawn = self._runner.draw(h_TD, rows, [s.request.adapter for s in sequences], choice)
-        for sequence, token, logprob in zip(sequences, *drawn, strict=True):
-            self._append(sequence, token, logprob, None)
+            self._draw_rows(sequences, logits_NV)
 
     def _draw_rows(self, sequences: list[RunningSequence], logits_NV: Tensor) -> None:
         vocab, backend = self.decoder.config.vocab_size, self.decoder.backend
-        drawn = draw_next(sequences, logits_NV, vocab, backend, self._compiled)
-        for sequence, token, logprob, top in drawn:
-            self._append(sequence, token, logprob, top)
+        for drawn in draw_next(sequences, logits_NV, vocab, backend, self._compiled):
+            self._append(*drawn)
 
     def _fork(self, first: RunningSequence) -> Iterator[RunningSequence]:
         """Start the other samples of a prompt that was just computed.
@@ -411,30 +345,11 @@ class ContinuousBatch:
         """
         unforked, first.request.unforked = first.request.unforked, []
         for i, sequence in enumerate(unforked):
-            if not self._share_prompt(first, sequence):
+            if len(self.running) >= self.limits.sequences or not self.memory.fork(first, sequence):
                 self.waiting.extendleft(reversed(unforked[i:]))
                 return
             self.running.append(sequence)
             yield sequence
-
-    def _share_prompt(self, first: RunningSequence, sequence: RunningSequence) -> bool:
-        """Share the prompt's full pages; copy the last one if more is to be written into it."""
-        pages, full = self.cache.pages, first.computed // PAGE
-        partial = len(first.pages) - full
-        if len(self.running) >= self.limits.sequences or pages.available < partial:
-            return False
-        if self.states is not None:
-            assert first.slot is not None
-            sequence.slot = self.states.fork(first.slot)
-            if sequence.slot is None:
-                return False
-        copies = self.cache.take(partial) or []
-        for source, target in zip(first.pages[full:], copies, strict=True):
-            self.cache.copy_page(source, target)
-        pages.share(first.pages[:full])
-        sequence.pages, sequence.computed = first.pages[:full] + copies, first.computed
-        sequence.links = first.links[:full]
-        return True
 
     def _append(self, sequence: RunningSequence, token: int, logprob: float, top: Top | None) -> None:
         request = sequence.request
@@ -443,7 +358,7 @@ class ContinuousBatch:
         if top is not None:
             sequence.top.append(top)
         if not math.isfinite(logprob):
-            return self._fail(request, _diverged(request))
+            return self._fail(request, request.diverged())
         sequence.append(token, logprob, request.stops, request.max_tokens)
         if sequence.grammar is not None:
             try:
@@ -482,18 +397,4 @@ class ContinuousBatch:
 
     def _stop_running(self, sequence: RunningSequence) -> None:
         self.running.remove(sequence)
-        self.cache.pages.release(sequence.pages)
-        for slot in (sequence.slot, sequence.copied):
-            if self.states is not None and slot is not None:
-                self.states.release(slot)
-        sequence.pages, sequence.slot, sequence.copied, sequence.computed = [], None, None, 0
-
-
-def _diverged(request: RunningRequest) -> EngineError:
-    if request.published is None:
-        return EngineError("the model's logits are not finite")
-    return EngineError(
-        f"the logits with adapter {request.published.name!r} are not finite: its weights have diverged, "
-        "likely by too large a learning rate",
-        "user",
-    )
+        self.memory.free(sequence)

@@ -10,7 +10,7 @@ import numpy as np
 
 from tinkex.engine.grammar import GrammarState
 from tinkex.engine.logit_rules import LogitRules
-from tinkex.engine.protocol import SampledTokens, SampleWork
+from tinkex.engine.protocol import EngineError, SampledTokens, SampleWork
 from tinkex.engine.request import PromptScores, Sample, Stops
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.engine_thread import settle
@@ -77,6 +77,13 @@ class RunningRequest:
         sequences = [sequence.finished(self.stops) for sequence in self.sequences]
         return self.scores.response(sequences, self.cache_hits)
 
+    def diverged(self) -> EngineError:
+        """Why it fails if a logprob is not finite."""
+        if self.published is None:
+            return EngineError("the model's logits are not finite")
+        whose = f"the logits with adapter {self.published.name!r} are not finite: its weights have diverged"
+        return EngineError(f"{whose}, likely by too large a learning rate", "user")
+
 
 @dataclass(eq=False, kw_only=True)
 class RunningSequence(Sample):
@@ -85,9 +92,7 @@ class RunningSequence(Sample):
     request: RunningRequest
     pages: list[int] = field(default_factory=list)
     slot: int | None = None  # of the states of recurrent layers, after `computed` tokens and those in flight
-    copied: int | None = (
-        None  # a slot with a copy for a snapshot, taken before the step in flight was launched
-    )
+    copied: int | None = None  # a slot with a copy for a snapshot, from before the step in flight
     computed: int = 0
     in_flight: int = 0  # decode steps that were launched and have not come back
     links: list[bytes] = field(default_factory=list)  # digests of its full pages
@@ -101,6 +106,12 @@ class RunningSequence(Sample):
     def lacking(self) -> int:
         """Tokens whose keys and values are not computed yet."""
         return self.length - self.computed
+
+    @property
+    def first_needed(self) -> int:
+        """The first position whose logits are still needed: cached pages before it are reused."""
+        wanted = self.request.scores.next
+        return wanted if self.index == 0 and wanted < len(self.request.work.prompt) else self.length
 
     @property
     def last(self) -> int:
