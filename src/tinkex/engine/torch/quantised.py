@@ -51,9 +51,8 @@ class QuantisedWeight:
     tiled: bool = False  # with a table: in the order of `_tile`, as kernels read it
 
     def __post_init__(self) -> None:
-        grid = tuple(-(-n // step) for n, step in zip(self._stored[-2:], self.block, strict=True))
-        if tuple(self.scale.shape) != (*self._stored[:-2], *grid):
-            given, wanted = list(self.scale.shape), [*self._stored[:-2], *grid]
+        grid = [-(-n // step) for n, step in zip(self._stored[-2:], self.block, strict=True)]
+        if (given := list(self.scale.shape)) != (wanted := [*self._stored[:-2], *grid]):
             raise InvalidInputError(
                 f"scales of shape {given} do not fit a weight of {list(self._stored)} in blocks of "
                 f"{list(self.block)}, which has {wanted}"
@@ -93,8 +92,12 @@ class QuantisedWeight:
 
     def __getitem__(self, i: int) -> QuantisedWeight:
         """One matrix of a stack."""
-        zero = None if self.zero is None else self.zero[i]
-        return replace(self, codes=self.codes[i], scale=self.scale[i], zero=zero)
+        return self._cut(self.codes[i], i)
+
+    def _cut(self, codes: Tensor, blocks: Any) -> QuantisedWeight:
+        """With these of its codes, and what there is of these of its blocks."""
+        zero = None if self.zero is None else self.zero[blocks]
+        return replace(self, codes=codes, scale=self.scale[blocks], zero=zero)
 
     def select(self, rows: slice) -> QuantisedWeight | Tensor:
         """These rows of a matrix, or of every one of a stack; expanded if their blocks would be torn."""
@@ -102,9 +105,7 @@ class QuantisedWeight:
         if self.transposed or (high > 1 and (step != 1 or start % high or stop % high)):
             return self.expand()[..., rows, :]
         of_scale = rows if high == 1 else slice(start // high, stop // high)
-        zero = None if self.zero is None else self.zero[..., of_scale, :]
-        scale = self.scale[..., of_scale, :]
-        return replace(self, codes=self.codes[..., rows, :], scale=scale, zero=zero)
+        return self._cut(self.codes[..., rows, :], (..., of_scale, slice(None)))
 
     def columns(self, some: slice) -> QuantisedWeight | Tensor:
         """These columns, one after the other; expanded if their blocks would be torn."""
@@ -119,19 +120,14 @@ class QuantisedWeight:
         codes = self.codes[..., start // packed : stop // packed]
         if wide >= self._stored[-1]:
             return replace(self, codes=codes, block=(self.block[0], stop - start))
-        of_scale = slice(start // wide, stop // wide)
-        zero = None if self.zero is None else self.zero[..., of_scale]
-        return replace(self, codes=codes, scale=self.scale[..., of_scale], zero=zero)
+        return self._cut(codes, (..., slice(start // wide, stop // wide)))
 
     def transpose(self) -> QuantisedWeight:
-        """Of every matrix."""
         return replace(self, transposed=not self.transposed)
 
     def to(self, device: str | torch.device) -> QuantisedWeight:
-        move = lambda part: None if part is None else part.to(device, copy=True)  # noqa: E731
-        return replace(
-            self, codes=move(self.codes), scale=move(self.scale), zero=move(self.zero), table=move(self.table)
-        )
+        parts = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **{name: part.to(device, copy=True) for name, part in parts.items()})
 
     def for_kernels(self, dtype: torch.dtype) -> QuantisedWeight:
         """With scales in `dtype`, and in tiles if it is cut into whole ones."""
@@ -153,24 +149,21 @@ class QuantisedWeight:
 
     def rows(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Stored rows start:stop of a matrix."""
-        columns, (high, wide), scale, zero = self._stored[1], self.block, self.scale, self.zero
-        codes = self.codes[start:stop]
+        columns, (high, wide), codes = self._stored[1], self.block, self.codes[start:stop]
         if self.tiled:
             first = start - start % TILE
             codes = _untile(self.codes[first : stop + -stop % TILE], wide)[start - first : stop - first]
         values = self._values(codes)
         first, last = start // high, -(-stop // high)
-        scale = scale[first:last].float() * self.factor
-        zero = None if zero is None else zero[first:last].float()
+        of_blocks = [each[first:last].float() for each in (self.scale, self.zero) if each is not None]
         if high > 1:
             row = torch.arange(start, stop, device=values.device) // high - first
-            scale, zero = scale[row], None if zero is None else zero[row]
+            of_blocks = [each[row] for each in of_blocks]
         if columns % wide:
             column = torch.arange(columns, device=values.device) // wide
-            scale, zero = scale[:, column], None if zero is None else zero[:, column]
-            wide = 1
-        blocks = values.view(stop - start, -1, wide)
-        if zero is not None:
+            of_blocks, wide = [each[:, column] for each in of_blocks], 1
+        blocks, scale = values.view(stop - start, -1, wide), of_blocks[0] * self.factor
+        for zero in of_blocks[1:]:
             blocks.sub_(zero[:, :, None])
         return blocks.mul_(scale[:, :, None]).view(stop - start, columns).to(dtype)
 
@@ -210,18 +203,14 @@ def _untile(codes: Tensor, wide: int) -> Tensor:
 
 def united(parts: Sequence[QuantisedWeight | Tensor]) -> QuantisedWeight | None:
     """Matrices stacked along the output as one; None if they are not of one form."""
-    first = parts[0]
-    if not isinstance(first, QuantisedWeight):
-        return None
     form = lambda w: (w.codes.dtype, w.codes.shape[1:], w.block, w.zero is None, w.factor, w.kind, w.tiled)  # noqa: E731
-    whole: list[QuantisedWeight] = []
-    for part in parts:
-        if not isinstance(part, QuantisedWeight) or form(part) != form(first) or part.transposed:
-            return None
-        same = part.kind != "table" or torch.equal(part.table, first.table)  # type: ignore[arg-type]
-        if not same or part.shape[0] % part.block[0]:
-            return None
-        whole.append(part)
+    whole = [part for part in parts if isinstance(part, QuantisedWeight) and not part.transposed]
+    if len(whole) < len(parts) or any(form(part) != form(whole[0]) for part in whole):
+        return None
+    first = whole[0]
+    same = first.kind != "table" or all(torch.equal(part.table, first.table) for part in whole)  # type: ignore[arg-type]
+    if not same or any(part.shape[0] % part.block[0] for part in whole):
+        return None
     zeros = [part.zero for part in whole if part.zero is not None]
     codes, scale = torch.cat([part.codes for part in whole]), torch.cat([part.scale for part in whole])
     scale = _aligned(scale) if first.tiled else scale
@@ -278,14 +267,15 @@ class QuantisedMatrix:
 
     def put(self, index: int, weight: QuantisedWeight | Tensor, scheme: str, device: torch.device) -> None:
         """Keep a part's weight: quantised by one of `SCHEMES`, or with "file" as it is."""
-        if scheme in SCHEMES and self._columns % 2 == 0:
-            plain = weight if isinstance(weight, Tensor) else weight.expand()
-            self._parts[index] = quantise(plain.to(device), scheme)
-        elif isinstance(weight, Tensor) or weight.transposed:
-            plain = weight if isinstance(weight, Tensor) else weight.expand()
-            self._parts[index] = plain.to(device, self._dtype, copy=True)
-        else:
+        anew = scheme in SCHEMES and self._columns % 2 == 0
+        if isinstance(weight, QuantisedWeight) and (anew or weight.transposed):
+            weight = weight.expand()
+        if isinstance(weight, QuantisedWeight):
             self._parts[index] = weight.to(device)
+        elif anew:
+            self._parts[index] = quantise(weight.to(device), scheme)
+        else:
+            self._parts[index] = weight.to(device, self._dtype, copy=True)
 
     @property
     def parts(self) -> list[QuantisedWeight | Tensor]:
@@ -307,7 +297,7 @@ class QuantisedMatrix:
 
     def plain(self) -> Tensor | None:
         """The weight, if no part of it is quantised."""
-        parts = [part for _, part in sorted(self._parts.items()) if isinstance(part, Tensor)]
+        parts = [part for part in self.parts if isinstance(part, Tensor)]
         return torch.cat(parts) if len(parts) == len(self._outs) else None
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -348,9 +338,8 @@ class QuantisedStack(Sequence[QuantisedMatrix]):
 
     def plain(self) -> Tensor | None:
         """The stacked weight, if no part of it is quantised."""
-        found = [matrix.plain() for matrix in self._matrices]
-        weights = [weight for weight in found if weight is not None]
-        return torch.stack(weights) if len(weights) == len(found) else None
+        weights = [weight for matrix in self._matrices if (weight := matrix.plain()) is not None]
+        return torch.stack(weights) if len(weights) == len(self) else None
 
     def unite(self) -> None:
         """Keep all matrices as one weight, as kernels read it, if they are of one form."""
