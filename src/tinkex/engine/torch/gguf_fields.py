@@ -55,9 +55,7 @@ def qwen35(fields: Fields) -> dict[str, Any]:
     rope = rope_of(fields)
     heads = fields["linear_num_value_heads"]
     types = fields.get("layer_types") or []
-    interval = fields.get("full_attention_interval") or 1 + (types or ["full_attention"]).index(
-        "full_attention"
-    )
+    interval = fields.get("full_attention_interval") or 1 + (types.index("full_attention") if types else 0)
     return {
         "full_attention_interval": interval,
         "rope.dimension_count": int(rope["partial_rotary_factor"] * fields["head_dim"]),
@@ -140,10 +138,7 @@ def granite(fields: Fields) -> dict[str, Any]:
 def phi3(fields: Fields) -> dict[str, Any]:
     if rope_of(fields).get("rope_type") == "longrope":
         raise user_error("the longrope factors of Phi-3 are not written to GGUF yet; export merged weights")
-    window = (
-        {} if not fields.get("sliding_window") else {"attention.sliding_window": fields["sliding_window"]}
-    )
-    return partial(fields) | window
+    return partial(fields) | {"attention.sliding_window": fields.get("sliding_window") or None}
 
 
 def smollm3(fields: Fields) -> dict[str, Any]:
@@ -200,17 +195,11 @@ def llama4(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _layers_of(fields: Fields, kind: str, value: int, key: str = "layer_types") -> list[int]:
-    """A number for each layer: `value` for those of a kind, 0 for the others."""
-    return [value if each == kind else 0 for each in fields[key]]
-
-
 def granitehybrid(fields: Fields) -> dict[str, Any]:
     heads = fields["mamba_n_heads"]
     width = fields["mamba_expand"] * fields["hidden_size"]
-    types = [each.replace("mamba", "linear_attention") for each in fields["layer_types"]]
-    types = ["full_attention" if each == "attention" else each for each in types]
-    kv = _layers_of({"layer_types": types}, "full_attention", fields["num_key_value_heads"])
+    attention, heads_of = ("full_attention", "attention"), fields["num_key_value_heads"]
+    kv = [heads_of if each in attention else 0 for each in fields["layer_types"]]
     if 0 not in kv or fields.get("position_embedding_type") == "rope":
         raise user_error("llama.cpp knows Granite 4 with recurrent layers and without rotations alone")
     if fields.get("mamba_n_groups", 1) != 1:
@@ -233,9 +222,7 @@ def granitehybrid(fields: Fields) -> dict[str, Any]:
 
 def nemotron(fields: Fields) -> dict[str, Any]:
     types = fields["layers_block_type"]
-    mlp = dict(
-        zip(("mlp", "moe"), (fields["intermediate_size"], fields["moe_intermediate_size"]), strict=True)
-    )
+    mlp = {"mlp": fields["intermediate_size"], "moe": fields["moe_intermediate_size"]}
     heads = fields["mamba_num_heads"]
     found = {
         "attention.head_count_kv": [

@@ -40,17 +40,21 @@ def _plus_one(fields: Fields, name: str, tensor: Tensor) -> Tensor:
     return tensor.float() + 1.0 if name.endswith("norm.weight") else tensor
 
 
-def _tiled(fields: Fields, name: str, tensor: Tensor) -> Tensor:
-    """Value heads of delta nets: the first of every key head, then the second …; norms with 1 added."""
+def _next_turned(fields: Fields, name: str, tensor: Tensor) -> Tensor:
+    """Delta nets: norms with 1 added, decays as they are used, no axes of size one."""
     part = name.split(".", 2)[-1]
     if part == "ssm_a":
-        tensor = -tensor.float().exp()
-    elif part == "ffn_gate_inp_shexp.weight":
-        tensor = tensor[0]
-    elif part == "ssm_conv1d.weight":
-        tensor = tensor[:, 0]
-    elif part != "ssm_norm.weight":
-        tensor = _plus_one(fields, name, tensor)
+        return -tensor.float().exp()
+    if part == "ffn_gate_inp_shexp.weight":
+        return tensor[0]
+    if part == "ssm_conv1d.weight":
+        return tensor[:, 0]
+    return tensor if part == "ssm_norm.weight" else _plus_one(fields, name, tensor)
+
+
+def _tiled(fields: Fields, name: str, tensor: Tensor) -> Tensor:
+    """The same, with value heads in another order: the first of every key head, then the second …"""
+    part, tensor = name.split(".", 2)[-1], _next_turned(fields, name, tensor)
     if part not in _VALUE_HEADS:
         return tensor
     keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
@@ -77,18 +81,6 @@ class GgufLayout:
     names: Callable[[Fields], Names] = _nothing_more
 
 
-def _next_turned(fields: Fields, name: str, tensor: Tensor) -> Tensor:
-    """As `_tiled`, but for the order of value heads, which llama.cpp keeps for Qwen3-Next."""
-    part = name.split(".", 2)[-1]
-    if part == "ssm_a":
-        return -tensor.float().exp()
-    if part == "ffn_gate_inp_shexp.weight":
-        return tensor[0]
-    if part == "ssm_conv1d.weight":
-        return tensor[:, 0]
-    return tensor if part == "ssm_norm.weight" else _plus_one(fields, name, tensor)
-
-
 def _latent_turned(fields: Fields, name: str, tensor: Tensor) -> Tensor:
     """The matrix from latents to keys and values as two, head by head; that of the keys transposed."""
     keys, values = fields["qk_nope_head_dim"], fields["v_head_dim"]
@@ -110,14 +102,6 @@ def _state_turned(fields: Fields, name: str, tensor: Tensor) -> Tensor:
     if part == "ssm_norm.weight":
         return tensor.unflatten(0, (fields.get("mamba_n_groups") or fields["n_groups"], -1))
     return tensor
-
-
-def _next_names(fields: Fields) -> Names:
-    return {r"linear_attn\.in_proj_ba\.weight": ("ssm_ba.weight",)}
-
-
-def _latent_names(fields: Fields) -> Names:
-    return {r"self_attn\.kv_b_proj\.weight": ("attn_k_b.weight", "attn_v_b.weight")}
 
 
 def _granite_names(fields: Fields) -> Names:
@@ -145,15 +129,8 @@ def _granite_turned(fields: Fields, name: str, tensor: Tensor) -> Tensor:
     return _state_turned(fields, name, tensor)
 
 
-def _nemotron_names(fields: Fields) -> Names:
-    return {**_STATES} | {rf"mixer\.{ours}": (theirs,) for ours, theirs in _NEMOTRON.items()}
-
-
-def _gemma4_names(fields: Fields) -> Names:
-    return _GEMMA4
-
-
-_LATENT = GgufLayout("deepseek2", gguf_fields.deepseek2, _latent_turned, _latent_names)
+_NEXT: Names = {r"linear_attn\.in_proj_ba\.weight": ("ssm_ba.weight",)}
+_LATENT: Names = {r"self_attn\.kv_b_proj\.weight": ("attn_k_b.weight", "attn_v_b.weight")}
 _STATES: Names = {
     rf"{mixer}\.{ours}": (theirs,)
     for mixer in ("mamba", "mixer")
@@ -168,19 +145,19 @@ _STATES: Names = {
         r"out_proj\.weight": "ssm_out.weight",
     }.items()
 }
-_NEMOTRON = {
-    **{rf"{part}_proj\.weight": f"attn_{part}.weight" for part in "qkv"},
-    r"o_proj\.weight": "attn_output.weight",
-    r"up_proj\.weight": "ffn_up.weight",
-    r"down_proj\.weight": "ffn_down.weight",
-    r"gate\.weight": "ffn_gate_inp.weight",
-    r"gate\.e_score_correction_bias": "exp_probs_b.bias",
-    r"experts\.\d+\.up_proj\.weight": "ffn_up_exps.weight",
-    r"experts\.\d+\.down_proj\.weight": "ffn_down_exps.weight",
-    r"shared_experts\.up_proj\.weight": "ffn_up_shexp.weight",
-    r"shared_experts\.down_proj\.weight": "ffn_down_shexp.weight",
-    r"fc1_latent_proj\.weight": "ffn_latent_down.weight",
-    r"fc2_latent_proj\.weight": "ffn_latent_up.weight",
+_NEMOTRON: Names = _STATES | {
+    rf"mixer\.{ours}": (theirs,)
+    for ours, theirs in {
+        **{rf"{part}_proj\.weight": f"attn_{part}.weight" for part in "qkv"},
+        r"o_proj\.weight": "attn_output.weight",
+        r"gate\.weight": "ffn_gate_inp.weight",
+        r"gate\.e_score_correction_bias": "exp_probs_b.bias",
+        **{rf"{part}_proj\.weight": f"ffn_{part}.weight" for part in ("up", "down")},
+        **{rf"experts\.\d+\.{part}_proj\.weight": f"ffn_{part}_exps.weight" for part in ("up", "down")},
+        **{rf"shared_experts\.{part}_proj\.weight": f"ffn_{part}_shexp.weight" for part in ("up", "down")},
+        r"fc1_latent_proj\.weight": "ffn_latent_down.weight",
+        r"fc2_latent_proj\.weight": "ffn_latent_up.weight",
+    }.items()
 }
 _GEMMA4: Names = {
     "layer_scalar": ("layer_output_scale.weight",),
@@ -189,9 +166,7 @@ _GEMMA4: Names = {
     r"router\.per_expert_scale": ("ffn_down_exps.scale",),
     r"experts\.gate_up_proj": ("ffn_gate_up_exps.weight",),
 }
-REFUSED = {
-    "glm_moe_dsa": "llama.cpp needs the indexer of GLM-5, which is not read here",
-}
+REFUSED = {"glm_moe_dsa": "llama.cpp needs the indexer of GLM-5, which is not read here"}
 # By model_type. A text model inside one that sees is written as the text model that it is.
 GGUF_LAYOUTS: dict[str, GgufLayout] = {
     "llama": GgufLayout("llama", gguf_fields.llama, _neighbours),
@@ -206,14 +181,19 @@ GGUF_LAYOUTS: dict[str, GgufLayout] = {
     **dict.fromkeys(
         ("qwen3_5_moe", "qwen3_5_moe_text"), GgufLayout("qwen35moe", gguf_fields.qwen35moe, _tiled)
     ),
-    "qwen3_next": GgufLayout("qwen3next", gguf_fields.qwen3next, _next_turned, _next_names),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite"), _LATENT),
+    "qwen3_next": GgufLayout("qwen3next", gguf_fields.qwen3next, _next_turned, lambda _: _NEXT),
+    **dict.fromkeys(
+        ("deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite"),
+        GgufLayout("deepseek2", gguf_fields.deepseek2, _latent_turned, lambda _: _LATENT),
+    ),
     **dict.fromkeys(("llama4", "llama4_text"), GgufLayout("llama4", gguf_fields.llama4)),
     "granitemoehybrid": GgufLayout(
         "granitehybrid", gguf_fields.granitehybrid, _granite_turned, _granite_names
     ),
-    "nemotron_h": GgufLayout("nemotron_h", gguf_fields.nemotron, _state_turned, _nemotron_names),
-    **dict.fromkeys(("gemma4", "gemma4_text"), GgufLayout("gemma4", gguf_fields.gemma4, names=_gemma4_names)),
+    "nemotron_h": GgufLayout("nemotron_h", gguf_fields.nemotron, _state_turned, lambda _: _NEMOTRON),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text"), GgufLayout("gemma4", gguf_fields.gemma4, names=lambda _: _GEMMA4)
+    ),
     "olmo3": GgufLayout("olmo2", gguf_fields.olmo3),
     **dict.fromkeys(("ministral3", "mistral3"), GgufLayout("mistral3", gguf_fields.mistral3, _neighbours)),
     "gpt_oss": GgufLayout("gpt-oss", gguf_fields.gpt_oss),
