@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,14 @@ from google.protobuf.message import DecodeError
 from tinkex import types as t
 from tinkex.errors import InvalidInputError
 from tinkex.strict import at, check_count
-from tinkex.wire import tinkex_pb2
 from tinkex.wire.json_codec import MAX_CHUNKS, MAX_PASS_DATUMS
-
-pb: Any = tinkex_pb2  # protobuf creates its classes at import, where a type checker does not see them
+from tinkex.wire.plain_datum import DTYPES as _DTYPES
+from tinkex.wire.plain_datum import F32 as _F32
+from tinkex.wire.plain_datum import I32 as _I32
+from tinkex.wire.plain_datum import I64 as _I64
+from tinkex.wire.plain_datum import Pieces, field_head, pb, write_plain
 
 MAX_DATUMS = 1 << 20  # in one output record, so that a forged count cannot allocate without limit
-FEW_BYTES = 4096  # a datum up to this size is joined at once: cheaper than sending it in pieces
-_I32, _I64, _F32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
-_DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _WIRE_DTYPES = {pb.DTYPE_FLOAT32: _F32, pb.DTYPE_INT64: _I64}
 _ENDS: dict[int, t.StopReason] = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 
@@ -57,84 +55,6 @@ def _typed_array(data: bytes, dtype: int, where: str) -> np.ndarray:
 
 
 # -- writing a pass --------------------------------------------------------------------------------------
-# A message is a list of pieces, joined once at the end: small bytes and views of the arrays. The generated
-# classes copy every array three times, so they write only what is small or rare.
-
-Pieces = list[bytes | memoryview]
-
-
-def _head(number: int, size: int) -> bytes:
-    """The bytes before a message, a string or bytes of this size: its tag and its length."""
-    out = bytearray((number << 3 | 2,))  # wire type 2: length-delimited
-    while size > 0x7F:
-        out.append(size & 0x7F | 0x80)
-        size >>= 7
-    out.append(size)
-    return bytes(out)
-
-
-@lru_cache(4096)
-def _dense_frame(key: str, dtype: str, nbytes: int, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """The bytes before and after a dense tensor's values in a datum. Cached: most datums are alike."""
-    tail = pb.Tensor(dtype=_DTYPES[dtype], shape=shape).SerializeToString()
-    head, name = _head(1, nbytes), key.encode()
-    head = _head(1, len(name)) + name + _head(2, len(head) + nbytes + len(tail)) + head
-    return _head(2, len(head) + nbytes + len(tail)) + head, tail
-
-
-@lru_cache(4096)
-def _text_frame(nbytes: int) -> bytes:
-    """The bytes before a text chunk's tokens in a datum."""
-    head = _head(1, nbytes) if nbytes else b""
-    head = _head(1, len(head) + nbytes) + head
-    return _head(1, len(head) + nbytes) + head
-
-
-# One entry per array of a datum: a text chunk's size in bytes, or the arguments of _dense_frame.
-Layout = tuple[int | tuple[str, str, int, tuple[int, ...]], ...]
-
-
-@lru_cache(4096)
-def _frames(layout: Layout) -> tuple[bytes, ...]:
-    """The bytes before, between and after a datum's arrays, starting with the datum's own tag."""
-    frames: list[bytes] = []
-    tail, nbytes = b"", 0
-    for array in layout:
-        head, next_tail = (_text_frame(array), b"") if isinstance(array, int) else _dense_frame(*array)
-        frames.append(tail + head)
-        tail = next_tail
-        nbytes += array if isinstance(array, int) else array[2]
-    frames.append(tail)
-    frames[0] = _head(3, nbytes + sum(map(len, frames))) + frames[0]
-    return tuple(frames)
-
-
-def _view(array: np.ndarray, dtype: np.dtype) -> memoryview | bytes:
-    """An array's bytes without a copy. Arrays of our types are always contiguous."""
-    if array.dtype is not dtype:
-        array = array.astype(dtype, copy=False)
-    return array.data.cast("B") if array.size else b""
-
-
-def _write_datum(datum: t.Datum) -> Pieces:
-    """A datum as a field of its pass; text with dense tensors takes the fast path of cached frames."""
-    if datum.model_input_spans is not None:
-        return _write_any_datum(datum)
-    arrays: Pieces = []
-    layout: list[int | tuple[str, str, int, tuple[int, ...]]] = []
-    for chunk in datum.model_input.chunks:
-        if not isinstance(chunk, t.EncodedTextChunk):
-            return _write_any_datum(datum)
-        arrays.append(tokens := _view(chunk.tokens_np, _I32))
-        layout.append(len(tokens))
-    for key, tensor in datum.loss_fn_inputs.items():
-        if tensor.sparse_crow_np is not None:
-            return _write_any_datum(datum)
-        arrays.append(values := _view(tensor.values_np, _F32 if tensor.dtype == "float32" else _I64))
-        layout.append((key, tensor.dtype, len(values), tensor.dense_shape if tensor.shape else ()))
-    pieces: Pieces = [b""] * (2 * len(arrays) + 1)
-    pieces[::2], pieces[1::2] = _frames(tuple(layout)), arrays
-    return pieces if datum.nbytes > FEW_BYTES else [b"".join(pieces)]
 
 
 def _write_any_datum(datum: t.Datum) -> Pieces:
@@ -162,7 +82,7 @@ def _write_any_datum(datum: t.Datum) -> Pieces:
             kind = "prompt_tokens" if isinstance(span, t.PromptProvenanceSpan) else "sampled_tokens"
             spans.add(**{kind: vars(span)})
     body = message.SerializeToString()
-    return [_head(3, len(body)), body]
+    return [field_head(3, len(body)), body]
 
 
 def _packed(array: Any, dtype: np.dtype) -> bytes:
@@ -190,7 +110,7 @@ def write_pass(request: t.ForwardBackwardRequest) -> Pieces:
     pieces: Pieces = [head.SerializeToString()]
     for i, datum in enumerate(work.data):
         try:
-            pieces += _write_datum(datum)
+            pieces += write_plain(datum) or _write_any_datum(datum)
         except ValueError as error:
             raise InvalidInputError(f"data[{i}]: {error}") from None
     tail = pb.ForwardBackwardRequest(loss_fn=work.loss_fn, forward_only=request.forward_only)
