@@ -15,7 +15,8 @@ import numpy as np
 
 from tinkex.errors import InvalidInputError
 from tinkex.tokenizers import render_chat
-from tinkex.types.data import Datum, ModelInput, as_tokens
+from tinkex.types.chunks import as_tokens
+from tinkex.types.data import Datum, ModelInput
 
 Message = Mapping[str, Any]
 # Which tokens have weight 1: those of every assistant turn, of the last one, or all.

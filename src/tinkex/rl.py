@@ -15,7 +15,8 @@ import numpy as np
 
 from tinkex.data import replaced
 from tinkex.errors import InvalidInputError
-from tinkex.types.data import Datum, ModelInput, as_tokens
+from tinkex.types.chunks import as_tokens
+from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput, SampledSequence
 
 Group = TypeVar("Group")

@@ -9,15 +9,8 @@ from click.testing import CliRunner
 
 from tests.engine.tiny import tiny_model
 from tinkex.cli.plan import GPUS, Gpu, plan, reckon
-from tinkex.engine.protocol import (
-    CreateAdapter,
-    EngineConfig,
-    ModelFacts,
-    OptimStep,
-    Pass,
-    build_engine,
-    run_passes,
-)
+from tinkex.engine.facts import ModelFacts
+from tinkex.engine.protocol import CreateAdapter, EngineConfig, OptimStep, Pass, build_engine, run_passes
 from tinkex.engine.torch.kv import PAGE
 from tinkex.engine.torch.sizing import ModelSizes, model_sizes
 from tinkex.errors import InvalidInputError

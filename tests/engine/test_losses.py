@@ -13,7 +13,8 @@ from tinkex.engine.protocol import EngineError, Pass
 from tinkex.engine.torch.loss_graph import LossClock
 from tinkex.engine.torch.losses import LOSSES, gradient, per_datum
 from tinkex.engine.torch.trainer import TrainingPass, flat_inputs, read_training_pass
-from tinkex.types.data import Datum, DmelChunk, ImageChunk, ModelInput
+from tinkex.types.chunks import DmelChunk, ImageChunk
+from tinkex.types.data import Datum, ModelInput
 from tinkex.types.tensor import TensorData
 
 VOCAB, CONTEXT = 100, 64

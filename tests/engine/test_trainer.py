@@ -31,7 +31,8 @@ from tinkex.engine.protocol import (
 )
 from tinkex.engine.torch.load import load_decoder
 from tinkex.engine.torch.trainer import TorchTrainer
-from tinkex.types.data import Datum, ImageChunk, ModelInput
+from tinkex.types.chunks import ImageChunk
+from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams, LoraConfig
 

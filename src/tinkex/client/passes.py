@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tinkex.errors import InvalidInputError
 from tinkex.strict import did_you_mean
-from tinkex.types.data import Datum, EncodedTextChunk, ImageAssetPointerChunk
+from tinkex.types.chunks import EncodedTextChunk, ImageAssetPointerChunk
+from tinkex.types.data import Datum
 from tinkex.types.losses import check_inputs
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import LOSS_NAMES

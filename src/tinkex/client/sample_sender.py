@@ -35,7 +35,7 @@ from tinkex.errors import (
     StreamingUnsupportedError,
     TinkerError,
 )
-from tinkex.types.data import EncodedTextChunk
+from tinkex.types.chunks import EncodedTextChunk
 from tinkex.types.futures import CancelFutureRequest, PendingFuture, RequestFailedResponse
 from tinkex.types.outputs import NewTokens, SampleResponse
 from tinkex.types.sampling import JoinSamplingSessionRequest, SampleRequest

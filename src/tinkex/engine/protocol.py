@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -22,9 +21,7 @@ from tinkex.types.tensor import TensorData
 
 R = TypeVar("R", covariant=True)
 
-# Where adapter files are: a directory of this machine, or a prefix of an object store (s3://…). The engine
-# reads and writes it, with `tinkex.store`.
-Location = str
+Location = str  # of adapter files: a directory of this machine, or a prefix of an object store (s3://…)
 
 
 class EngineError(Exception):
@@ -98,9 +95,8 @@ class ForwardBackward(Command[PassProgress | list[PassOutcome]]):
     """Compute the first micro-batch of some passes of one or many runs; `ContinuePasses` computes the others.
 
     The last one returns the outcomes, one per pass and in order. A pass with wrong content fails alone, with
-    category "user", before anything of it was computed. A pass that fails leaves its run without gradients.
-    With a `share` (n, of how many) only that part of the datums is computed, and the last one returns
-    SharedPasses: `FinishPasses` then gives the outcomes.
+    category "user", before anything of it was computed; one that fails leaves its run without gradients.
+    With a `share` (n, of how many) that part of the datums is computed, and SharedPasses are returned.
     """
 
     passes: tuple[Pass, ...]
@@ -211,13 +207,10 @@ class ExportedAdapter(Protocol):
 
 @dataclass(frozen=True)
 class ExportAdapter(Command[ExportedAdapter]):
-    """Copy `run`'s adapter as it is now, for `Sampler.publish` of any engine with the same base model.
-
-    `saved` is where the same weights were saved: a sampler that cannot reach the copy reads them there.
-    """
+    """Copy `run`'s adapter as it is now, for `Sampler.publish` of any engine with the same base model."""
 
     run: str
-    saved: Location | None = None
+    saved: Location | None = None  # the same weights, for a sampler that cannot reach the copy
 
 
 @dataclass(frozen=True)
@@ -239,7 +232,6 @@ class Trainer(Protocol):
 
     def submit(self, command: Command[R]) -> Future[R]:
         """Queue a command, never blocking; cancelling a future that has not started removes its command."""
-        ...
 
 
 def run_passes(trainer: Trainer, passes: Sequence[Pass]) -> list[PassOutcome]:
@@ -254,8 +246,7 @@ def run_passes(trainer: Trainer, passes: Sequence[Pass]) -> list[PassOutcome]:
 class SampleWork:
     """One sample request; the fields mean what they mean in `types.SampleRequest`.
 
-    `params.stop` holds token ids, [] (never stop early) or None; strings come as `stop_bytes`, with
-    `params.stop` None.
+    `params.stop` holds token ids, [] (never stop early) or None, as with strings: they come as `stop_bytes`.
     """
 
     prompt: np.ndarray  # int32 [P]
@@ -286,19 +277,15 @@ class Sampler(Protocol):
 
     async def sample(self, work: SampleWork) -> SampleResponse:
         """Cancelling the task that awaits this frees the request's pages at once."""
-        ...
 
     def stream(self, work: SampleWork) -> AsyncGenerator[SampledTokens | SampleResponse, None]:
         """Tokens as they are drawn, then the whole response. Closing the iterator cancels the request."""
-        ...
 
     async def publish(self, name: str, source: Location | ExportedAdapter) -> None:
         """Make a saved or an exported adapter sampleable under `name`; an existing name stays as it is."""
-        ...
 
     async def retire(self, name: str) -> None:
         """Drop a published adapter once the requests that use it are done."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -352,24 +339,6 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """A model directory or GGUF file in numbers, before it is loaded; bytes are those of one engine."""
-
-    family: str
-    parameters: int
-    active_parameters: int  # of one token
-    layers: int
-    context: int
-    quantisation: str  # of its files; "" if none
-    lora_per_rank: dict[str, int]  # by attn, mlp and unembed
-    weight_bytes: int
-    kv_bytes: int  # of one full context
-    free_bytes: int
-    fits: bool  # the weights and one full context
-    limits: tuple[str, ...] = ()  # what it cannot do, in words
-
-
-@dataclass(frozen=True)
 class Heartbeat:
     """An engine's state as it last reported it, at most about a second ago unless a command takes longer."""
 
@@ -395,27 +364,20 @@ class Engine(Protocol):
 
     def heartbeat(self) -> Heartbeat:
         """The last report; never blocks, whatever the engine is doing."""
-        ...
 
     def close(self) -> None:
         """Stop after the current micro-batch or decode step; pending work fails with EngineLost."""
-        ...
 
 
 @runtime_checkable
 class PartitionedEngine(Engine, Protocol):
-    """An engine with several trainers; its own `trainer` is the first."""
+    """An engine with several trainers and one sampler; its own `trainer` is the first."""
 
     def partition(self, index: int) -> Engine:
-        """The engine of the trainer with this index, built anew if that was lost; blocks meanwhile.
-
-        Closing it ends that trainer alone. All of them have the same sampler.
-        """
-        ...
+        """A trainer's engine, built anew if that was lost; blocks meanwhile. Closing it ends it alone."""
 
     def processes(self) -> list[tuple[str, Heartbeat]]:
         """The last report of every process, by what it is."""
-        ...
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -427,21 +389,10 @@ def build_engine(config: EngineConfig) -> Engine:
         from tinkex.engine.cluster.cluster_engine import ClusterEngine
 
         return ClusterEngine(config)
-    match config.kind:
-        case "fake":
-            from tinkex.engine.fake import FakeEngine
-
-            return FakeEngine(config)
-        case "torch":
-            from tinkex.engine.torch.engine import TorchEngine
-
-            return TorchEngine(config)
-
-
-def describe(config: EngineConfig) -> ModelFacts | None:
-    """What the model of `config` is, from its files; None for kind "fake". Heavy imports happen here."""
     if config.kind == "fake":
-        return None
-    from tinkex.engine.torch.model_facts import model_facts
+        from tinkex.engine.fake import FakeEngine
 
-    return model_facts(Path(config.model), config)
+        return FakeEngine(config)
+    from tinkex.engine.torch.engine import TorchEngine
+
+    return TorchEngine(config)

@@ -17,7 +17,8 @@ from tinkex.engine.protocol import EngineError, SampledTokens, SampleWork
 from tinkex.engine.rng import stream_keys
 from tinkex.errors import InvalidInputError
 from tinkex.types import outputs
-from tinkex.types.data import EncodedTextChunk, ModelInput
+from tinkex.types.chunks import EncodedTextChunk
+from tinkex.types.data import ModelInput
 from tinkex.types.outputs import TOPK_PADDING, SampledSequence, SampleResponse, StopDetail, TopkLogprobs
 from tinkex.types.tensor import TensorData
 
@@ -163,15 +164,12 @@ class Rows(Protocol):
 
     def pick(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """The logprob of `tokens[i]` in row `rows[i]`."""
-        ...
 
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids and logprobs of each row's k likeliest tokens, likeliest first, padded with TOPK_PADDING."""
-        ...
 
     def draw(self, keys: np.ndarray) -> np.ndarray:
         """One token per row from its distribution, by the stream of that row's key."""
-        ...
 
 
 class PromptScores:

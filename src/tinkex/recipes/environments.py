@@ -36,7 +36,6 @@ class Episode(Protocol):
 
     def answer(self, text: str) -> Judgement:
         """Judge the assistant's turn."""
-        ...
 
 
 class Environment(Protocol):

@@ -22,16 +22,15 @@ from typing import TypeVar
 
 from tinkex import models
 from tinkex.config import keep_compiled
+from tinkex.engine.facts import ModelFacts, describe
 from tinkex.engine.protocol import (
     Command,
     Engine,
     EngineConfig,
     EngineError,
     EngineLost,
-    ModelFacts,
     PartitionedEngine,
     build_engine,
-    describe,
 )
 from tinkex.engine.token_bytes import token_bytes
 from tinkex.errors import InvalidInputError, ModelError

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tinkex.errors import RequestErrorCategory as RequestErrorCategory
     from tinkex.types.checkpoints import *  # noqa: F403
+    from tinkex.types.chunks import *  # noqa: F403
     from tinkex.types.config import *  # noqa: F403
     from tinkex.types.data import *  # noqa: F403
     from tinkex.types.futures import *  # noqa: F403
@@ -30,9 +31,10 @@ _NAMES = {
     "tinkex.errors": "RequestErrorCategory",
     "tinkex.types.tensor": "TensorData TensorDtype",
     "tinkex.types.params": "AdamParams LoraConfig LossFnType SamplingParams",
+    "tinkex.types.chunks": "DmelChunk EncodedTextChunk ImageAssetPointerChunk ImageChunk ModelInputChunk",
     "tinkex.types.data": """
-        Datum DmelChunk EncodedTextChunk ForwardBackwardInput ImageAssetPointerChunk ImageChunk LossFnInputs
-        LossFnOutput ModelInput ModelInputChunk PromptProvenanceSpan ProvenanceSpans SampledProvenanceSpan
+        Datum ForwardBackwardInput LossFnInputs LossFnOutput ModelInput PromptProvenanceSpan ProvenanceSpans
+        SampledProvenanceSpan
     """,
     "tinkex.types.outputs": """
         ForwardBackwardOutput NewTokens PromptAltTokens SampledSequence SampleResponse StopDetail StopReason

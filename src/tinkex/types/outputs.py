@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 
 from tinkex.errors import InvalidInputError
-from tinkex.types.data import LossFnOutput, shown
+from tinkex.types.chunks import shown
+from tinkex.types.data import LossFnOutput
 from tinkex.types.tensor import TensorData
 
 StopReason = Literal["length", "stop"]

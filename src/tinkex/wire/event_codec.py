@@ -19,7 +19,7 @@ from tinkex import types as t
 from tinkex.errors import InvalidInputError
 from tinkex.strict import at
 from tinkex.types.base import AnyJson
-from tinkex.types.data import as_tokens
+from tinkex.types.chunks import as_tokens
 from tinkex.types.sampling import SampleEvent
 from tinkex.wire import json_codec, ops
 from tinkex.wire.codec import decode_result, load_object, read_pending

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkex.engine.protocol import EngineConfig, ModelFacts
+from tinkex.engine.facts import ModelFacts
+from tinkex.engine.protocol import EngineConfig
 from tinkex.engine.torch import engine as shares
 from tinkex.engine.torch import memory
 from tinkex.engine.torch.adapters import lay_out

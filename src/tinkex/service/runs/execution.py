@@ -31,7 +31,7 @@ from tinkex.service.scheduler import QueuedRequest
 from tinkex.service.served_models import execute
 from tinkex.types import training
 from tinkex.types.checkpoints import LoadWeightsResponse
-from tinkex.types.data import EncodedTextChunk
+from tinkex.types.chunks import EncodedTextChunk
 
 REFUSED = "refused"  # the op of an Unreadable whose client was told at once: it only uses up its seq id
 LARGE_PASS, MANY_DATUMS = 64 * 1024, 256  # tokens or datums from which threads write, digest and free a pass

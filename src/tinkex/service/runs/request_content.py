@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tinkex.service.runs.execution import LARGE_PASS, MANY_DATUMS, Unreadable, tokens_of
-from tinkex.types.data import EncodedTextChunk
+from tinkex.types.chunks import EncodedTextChunk
 from tinkex.types.training import ForwardBackwardRequest
 
 MANY_CHUNKS = 1024  # from which a pass is digested and journaled on a thread
