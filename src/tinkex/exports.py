@@ -106,24 +106,16 @@ def export_adapter(
         ) from None
     if any(adapter.glob("*.age")):
         raise InvalidInputError(f"{adapter} is encrypted: only its recipients can export it")
-    place = base_place(base, base_name) if needs_base(options) or base is not None else None
+    place = base_place(base, base_name) if options.format != "peft" or base is not None else None
     try:
         write_export(
             adapter, place, out, format=options.format, dtype=options.dtype, quantize=options.quantize,
             ollama=options.ollama, overwrite=options.overwrite, trusted=base is not None,
-            progress=progress or _unseen,
+            progress=progress or (lambda done, total: None),
         )  # fmt: skip
     except EngineError as error:
         raise InvalidInputError(str(error)) from None
     return out
-
-
-def _unseen(done: int, total: int | None) -> None:
-    """Nobody watches."""
-
-
-def needs_base(options: ExportOptions) -> bool:
-    return options.format != "peft"
 
 
 def base_place(base: str | Path | None, name: str) -> Path:

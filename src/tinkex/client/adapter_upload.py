@@ -12,6 +12,7 @@ import re
 import tarfile
 import uuid
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -130,11 +131,8 @@ def _in_directory(place: Path) -> Opened:
     inside = sorted(path.parent.name for path in place.glob(f"*/{CONFIG}"))
     _check(str(place), there, inside)
     chosen = [name for name in (WEIGHTS, CONFIG, *_OPTIONAL) if name in there]
-    return {name: (file.stat().st_size, _opener(file)) for name in chosen for file in [place / name]}
-
-
-def _opener(file: Path) -> Callable[[], IO[bytes]]:
-    return lambda: file.open("rb")
+    files = {name: place / name for name in chosen}
+    return {name: (file.stat().st_size, partial(file.open, "rb")) for name, file in files.items()}
 
 
 def _in_tar(place: Path, archive: tarfile.TarFile) -> Opened:

@@ -19,7 +19,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from tinkex.client.loop import off_loop
 from tinkex.config import Settings, is_loopback
 from tinkex.errors import CredentialError, InvalidInputError, TinkerError
+from tinkex.files import replacing
 
 if TYPE_CHECKING:
     from tinkex.types.base import AnyJson
@@ -374,13 +374,5 @@ class CredentialStore:
         folder = self.path.parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        handle, part = tempfile.mkstemp(dir=folder, prefix=self.path.name)  # mkstemp makes it 0600
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(content, file, indent=2)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, self.path)
-        except BaseException:
-            Path(part).unlink(missing_ok=True)
-            raise
+        with replacing(self.path, mode=0o600, sync=True) as file:
+            file.write(json.dumps(content, indent=2).encode())

@@ -47,6 +47,7 @@ class ArrayLoss(Protocol):
         self, data: Sequence[Datum], logprobs: Sequence[np.ndarray]
     ) -> tuple[float, list[np.ndarray], dict[str, float]]:
         """The loss, its derivative by each datum's logprobs, and metrics."""
+        ...
 
 
 @runtime_checkable
@@ -55,6 +56,7 @@ class LossChecks(Protocol):
 
     def check(self, data: Sequence[Datum]) -> None:
         """Raise InvalidInputError for datums that the loss cannot be computed on."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from tinkex.errors import (
     TinkerError,
     status_error,
 )
+from tinkex.files import replacing
 from tinkex.store import verify
 
 Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
@@ -43,21 +44,13 @@ def download(url: str, target: Path, progress: Progress = lambda done, total: No
     if (local := _local(url)) is not None:
         shutil.copyfile(local, target)
         return target.stat().st_size
-    handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as out:
+    with replacing(target) as out:
 
-            def write(chunk: bytes) -> None:
-                _check_free(target.parent, len(chunk))
-                out.write(chunk)
+        def write(chunk: bytes) -> None:
+            _check_free(target.parent, len(chunk))
+            out.write(chunk)
 
-            done = _receive(url, write, progress)
-        os.chmod(part, 0o644)
-        os.replace(part, target)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
-    return done
+        return _receive(url, write, progress)
 
 
 def _receive(url: str, write: Callable[[bytes], object], progress: Progress) -> int:

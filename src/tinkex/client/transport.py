@@ -44,12 +44,14 @@ class Transport(Protocol):
     @property
     def credential(self) -> Credential | None:
         """None where no credential is needed."""
+        ...
 
     @property
     def policy(self) -> RetryPolicy: ...
 
     async def open(self) -> ClientConfigResponse:
         """Fetch the server's settings, and apply those that concern the transport. Called before any call."""
+        ...
 
     async def call(self, op: AnyOp, request: Any, context: CallContext = NO_CONTEXT) -> Any: ...
 
@@ -57,5 +59,6 @@ class Transport(Protocol):
         self, request: SampleRequest, context: CallContext = NO_CONTEXT
     ) -> AsyncGenerator[SampleEvent, None]:
         """A sample's events; closing the generator stops the work. StreamBrokenError if they break off."""
+        ...
 
     async def aclose(self) -> None: ...

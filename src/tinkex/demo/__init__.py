@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ import tinkex
 from tinkex.client.download import download_archive, new_directory
 from tinkex.demo.screen import Screen
 from tinkex.errors import InvalidInputError
+from tinkex.files import replacing
 
 _KEEP_SECONDS = 7 * 24 * 3600  # after which a bookmark's checkpoint is deleted
 
@@ -125,8 +125,7 @@ class Demo:
         saved = run.save_state(name, ttl_seconds=_KEEP_SECONDS, overwrite=True).result()
         self.out.mkdir(parents=True, exist_ok=True)
         file = _bookmark_file(self.out, self.kind)
-        part = file.with_suffix(".part")
         bookmark = Bookmark(self.model, saved.path, self.steps, curve)
         fields = asdict(bookmark) | {"checksum": bookmark.checksum()}
-        part.write_text(json.dumps(fields, indent=2) + "\n")
-        os.replace(part, file)
+        with replacing(file) as out:
+            out.write(f"{json.dumps(fields, indent=2)}\n".encode())

@@ -58,12 +58,15 @@ class TrainedAdapter(Protocol):
 
     def take_grad(self) -> Any:
         """Return the accumulated gradients and clear them."""
+        ...
 
     def gradient(self) -> np.ndarray | None:
         """The accumulated gradients in one row, valid until the next command."""
+        ...
 
     def sum_gradients(self, parts: Sequence[np.ndarray]) -> None:
         """Replace the accumulated gradients by the sum of these, added in order."""
+        ...
 
 
 A = TypeVar("A", bound=TrainedAdapter)

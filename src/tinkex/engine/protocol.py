@@ -50,10 +50,16 @@ class Command(Generic[R]):
 
 
 @dataclass(frozen=True)
-class CreateAdapter(Command[None]):
-    """Create an adapter for `run`: A uniform in ±1/√d_in from `lora.seed`, B zero."""
+class RunCommand(Command[R]):
+    """Something it does to one run."""
 
     run: str
+
+
+@dataclass(frozen=True)
+class CreateAdapter(RunCommand[None]):
+    """Create an adapter for `run`: A uniform in ±1/√d_in from `lora.seed`, B zero."""
+
     lora: LoraConfig
 
 
@@ -96,11 +102,13 @@ class ForwardBackward(Command[PassProgress | list[PassOutcome]]):
 
     The last one returns the outcomes, one per pass and in order. A pass with wrong content fails alone, with
     category "user", before anything of it was computed; one that fails leaves its run without gradients.
-    With a `share` (n, of how many) that part of the datums is computed, and SharedPasses are returned.
     """
 
     passes: tuple[Pass, ...]
-    share: tuple[int, int] = (0, 1)
+    share: tuple[int, int] = (
+        0,
+        1,
+    )  # n, of how many: compute that part alone, and return SharedPasses
 
 
 @dataclass(frozen=True)
@@ -137,62 +145,50 @@ class FinishPasses(Command[list[PassOutcome]]):
     shares: tuple[SharedPasses, ...]
 
 
-@dataclass(frozen=True)
-class ReadGradients(Command["np.ndarray | None"]):
+class ReadGradients(RunCommand["np.ndarray | None"]):
     """The gradients that `run` has accumulated, in one row, or None; valid until the next command."""
 
-    run: str
-
 
 @dataclass(frozen=True)
-class OptimStep(Command[dict[str, float]]):
+class OptimStep(RunCommand[dict[str, float]]):
     """Make one AdamW update of `run` from its gradients, which are cleared; returns metrics.
 
     With no gradients it changes nothing and says so (`skipped`: 1.0). A gradient that is not finite, or too
-    large for its square to be, raises EngineError("…", "user"), clears the gradients and leaves adapter and
-    moments as they were. `gradients` of all trainers that share the run's passes replace its own.
+    large for its square to be, raises EngineError("…", "user"), clears the gradients and changes no more.
     """
 
-    run: str
     params: AdamParams
-    gradients: tuple[np.ndarray, ...] | None = None
+    gradients: tuple[np.ndarray, ...] | None = None  # of all trainers with the run's passes
 
 
-@dataclass(frozen=True)
-class ClearGradients(Command[None]):
+class ClearGradients(RunCommand[None]):
     """Discard the gradients that `run` has accumulated since its last step."""
 
-    run: str
-
 
 @dataclass(frozen=True)
-class SaveAdapter(Command[int]):
+class SaveAdapter(RunCommand[int]):
     """Write `run`'s adapter as a PEFT directory, atomically; returns its bytes.
 
-    `optimizer` writes AdamW's state too. `location` must not exist yet unless `overwrite`. Without `sync`,
-    `tinkex.store.sync` flushes the files. With `sampling` only samplers read it: the files have the dtype in
-    which those compute, and checksums; later commands may be executed before they are written.
+    With `sampling` only samplers read it: the files have the dtype in which those compute, and checksums;
+    later commands may be executed before they are written.
     """
 
-    run: str
     location: Location
-    optimizer: bool = False
-    overwrite: bool = False
-    sync: bool = True
+    optimizer: bool = False  # with AdamW's state
+    overwrite: bool = False  # else `location` must not exist yet
+    sync: bool = True  # else `tinkex.store.sync_tree` flushes the files
     sampling: bool = False
 
 
 @dataclass(frozen=True)
-class LoadAdapter(Command[LoraConfig]):
+class LoadAdapter(RunCommand[LoraConfig]):
     """Replace `run`'s adapter by a saved one, creating the run if it does not exist; clears its gradients.
 
-    With `optimizer`, moments and step are restored exactly; without, the optimizer starts anew. A rank, base
-    model or train flags that do not fit an existing run are refused by name (category "user").
+    A rank, base model or train flags that do not fit an existing run are refused by name (category "user").
     """
 
-    run: str
     location: Location
-    optimizer: bool = False
+    optimizer: bool = False  # restore moments and step exactly; else the optimizer starts anew
 
 
 class ExportedAdapter(Protocol):
@@ -206,18 +202,14 @@ class ExportedAdapter(Protocol):
 
 
 @dataclass(frozen=True)
-class ExportAdapter(Command[ExportedAdapter]):
+class ExportAdapter(RunCommand[ExportedAdapter]):
     """Copy `run`'s adapter as it is now, for `Sampler.publish` of any engine with the same base model."""
 
-    run: str
     saved: Location | None = None  # the same weights, for a sampler that cannot reach the copy
 
 
-@dataclass(frozen=True)
-class DropAdapter(Command[None]):
+class DropAdapter(RunCommand[None]):
     """Free all device memory of `run`. Dropping a run that does not exist is not an error."""
-
-    run: str
 
 
 @dataclass(frozen=True)
@@ -232,6 +224,7 @@ class Trainer(Protocol):
 
     def submit(self, command: Command[R]) -> Future[R]:
         """Queue a command, never blocking; cancelling a future that has not started removes its command."""
+        ...
 
 
 def run_passes(trainer: Trainer, passes: Sequence[Pass]) -> list[PassOutcome]:
@@ -277,15 +270,19 @@ class Sampler(Protocol):
 
     async def sample(self, work: SampleWork) -> SampleResponse:
         """Cancelling the task that awaits this frees the request's pages at once."""
+        ...
 
     def stream(self, work: SampleWork) -> AsyncGenerator[SampledTokens | SampleResponse, None]:
         """Tokens as they are drawn, then the whole response. Closing the iterator cancels the request."""
+        ...
 
     async def publish(self, name: str, source: Location | ExportedAdapter) -> None:
         """Make a saved or an exported adapter sampleable under `name`; an existing name stays as it is."""
+        ...
 
     async def retire(self, name: str) -> None:
         """Drop a published adapter once the requests that use it are done."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -364,9 +361,11 @@ class Engine(Protocol):
 
     def heartbeat(self) -> Heartbeat:
         """The last report; never blocks, whatever the engine is doing."""
+        ...
 
     def close(self) -> None:
         """Stop after the current micro-batch or decode step; pending work fails with EngineLost."""
+        ...
 
 
 @runtime_checkable
@@ -375,9 +374,11 @@ class PartitionedEngine(Engine, Protocol):
 
     def partition(self, index: int) -> Engine:
         """A trainer's engine, built anew if that was lost; blocks meanwhile. Closing it ends it alone."""
+        ...
 
     def processes(self) -> list[tuple[str, Heartbeat]]:
         """The last report of every process, by what it is."""
+        ...
 
 
 def build_engine(config: EngineConfig) -> Engine:

@@ -164,12 +164,15 @@ class Rows(Protocol):
 
     def pick(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """The logprob of `tokens[i]` in row `rows[i]`."""
+        ...
 
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids and logprobs of each row's k likeliest tokens, likeliest first, padded with TOPK_PADDING."""
+        ...
 
     def draw(self, keys: np.ndarray) -> np.ndarray:
         """One token per row from its distribution, by the stream of that row's key."""
+        ...
 
 
 class PromptScores:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from tinkex.errors import ModelError
+from tinkex.files import try_lock
 
 ABOUT = "tinkex.json"  # in the directory of a model that `install_from_wheel` made
 _PART = ".part-"
@@ -64,31 +65,15 @@ def locked(directory: Path) -> Generator[None]:
     except OSError as error:
         raise ModelError(f"models cannot be kept in {directory}: {error.strerror}; set TINKEX_HOME") from None
     try:
-        if not _try_lock(lock):
+        if not try_lock(lock):
             report(f"another process is at work in {directory}; waiting for it")
-            while not _try_lock(lock):
+            while not try_lock(lock):
                 time.sleep(0.1)
         for left in directory.glob(f"{_PART}*"):
             shutil.rmtree(left, ignore_errors=True)
         yield
     finally:
         os.close(lock)
-
-
-def _try_lock(file: int) -> bool:
-    """Lock an open file unless another process has it; closing the file unlocks it."""
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 @contextmanager

@@ -166,9 +166,8 @@ def _parsed(line: str) -> Row:
         row = json.loads(line)
     except ValueError as error:
         return _Unreadable(f"not JSON: {error}")
-    return (
-        row if isinstance(row, dict) else _Unreadable(f"a JSON object was expected, got {line.strip():.60}")
-    )  # type: ignore[return-value]
+    wrong = f"a JSON object was expected, got {line.strip():.60}"
+    return row if isinstance(row, dict) else _Unreadable(wrong)  # type: ignore[return-value]
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:

@@ -36,6 +36,7 @@ class Episode(Protocol):
 
     def answer(self, text: str) -> Judgement:
         """Judge the assistant's turn."""
+        ...
 
 
 class Environment(Protocol):

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 import tinkex
 from tinkex.errors import InvalidInputError, NotFoundError, TinkerError
+from tinkex.files import replacing, try_lock
 from tinkex.recipes.progress import Progress
 from tinkex.trackers import Tracker, open_tracker
 
@@ -227,23 +228,14 @@ def _replace(path: Path, value: Mapping[str, Any]) -> None:
 
 def _replace_text(path: Path, text: str) -> None:
     """The new content whole, or the old one."""
-    part = path.with_suffix(f"{path.suffix}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    with replacing(path, sync=True) as file:
+        file.write(text.encode())
 
 
 def _locked(path: Path) -> TextIO:
-    """A lock that ends with the process; where the system has none, there is none."""
+    """A lock that ends with the process."""
     file = (path / ".lock").open("a")
-    with contextlib.suppress(ImportError):
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
-            raise InvalidInputError(f"{path} is in use by another process; give another --out") from None
+    if not try_lock(file.fileno()):
+        file.close()
+        raise InvalidInputError(f"{path} is in use by another process; give another --out")
     return file

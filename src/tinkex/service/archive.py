@@ -12,13 +12,13 @@ import hashlib
 import os
 import stat
 import tarfile
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from tinkex.files import replacing
 from tinkex.service.home import Home
 from tinkex.service.refusal import Caller
 from tinkex.store import directory_bytes, verify
@@ -104,15 +104,9 @@ class Archives:
         """Write an archive of `directory`, in place of the last one; blocks."""
         self.sweep()
         self._place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=self._place, prefix=".", suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as out:
-                out.writelines(Archive(directory))
-            place = self._place / f"{_digest(directory)}-{self._mine}.tar"
-            os.replace(part, place)
-        except BaseException:
-            Path(part).unlink(missing_ok=True)
-            raise
+        place = self._place / f"{_digest(directory)}-{self._mine}.tar"
+        with replacing(place, mode=0o600) as out:
+            out.writelines(Archive(directory))
         return place
 
     def forget(self, directory: Path) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import os
 import shutil
 import stat
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from tinkex.errors import TinkerError
+from tinkex.files import try_lock
 from tinkex.service.refusal import Refusal
 from tinkex.store import directory_bytes
 
@@ -45,9 +45,7 @@ class Home:
         self._lock: int | None = None
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._free: tuple[float, int] = (0.0, 0)  # when it was read, bytes
-        self._written: defaultdict[str, int] = defaultdict(
-            int
-        )  # bytes counted by `count`; by user, "": by all
+        self._written: defaultdict[str, int] = defaultdict(int)  # counted by `count`; by user, "": by all
         self._measured: dict[str, tuple[float, int, int]] = {}  # when, bytes found, `_written` by then
         root.mkdir(0o700, parents=True, exist_ok=True)
         mode = root.stat().st_mode
@@ -60,13 +58,11 @@ class Home:
     def lock(self) -> None:
         """Become the process that serves this home; TinkerError if another one does."""
         descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            _lock_file(descriptor)
-        except OSError:
+        if not try_lock(descriptor):
             os.close(descriptor)
             raise TinkerError(
                 f"{self.root} is in use by another process; end it, or use another home (TINKEX_HOME)"
-            ) from None
+            )
         self._lock = descriptor
 
     @property
@@ -181,15 +177,3 @@ class Home:
     def _measure(self, user: str) -> int:
         places = [self.root / "runs" / s for s in self._sessions_of(user)] if user else [self.root]
         return sum(directory_bytes(place) for place in places if place.exists())
-
-
-def _lock_file(descriptor: int) -> None:
-    """Lock without waiting; OSError if another process has the lock. Closing the file unlocks it."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,11 +36,9 @@ def pass_metrics(data: Sequence[Datum], outputs: Sequence[LossFnOutput]) -> dict
     whole = {name: parts for name, parts in columns.items() if seen and len(parts) == len(seen)}
     if "advantages" in whole and "logprobs" in whole:
         return _policy(seen, whole["advantages"], whole["logprobs"], whole["trained"])
-    return _targets(whole["trained"], whole.get("weights")) if "target_tokens" in inputs_of(seen) else {}
-
-
-def inputs_of(data: Sequence[Datum]) -> Mapping[str, object]:
-    return data[0].loss_fn_inputs if data else {}
+    if not seen or "target_tokens" not in seen[0].loss_fn_inputs:
+        return {}
+    return _targets(whole["trained"], whole.get("weights"))
 
 
 def _policy(

@@ -128,10 +128,6 @@ class OrderedRequests:
         elif self.gap_since is None:
             self.gap_since = now
 
-    def is_due(self, now: float, end: float) -> bool:
-        """Should its next request be here by `end`, and is it not long overdue?"""
-        return now < self.overdue_at(end)
-
     def overdue_at(self, end: float, times: float = 1.0) -> float:
         """Until when its next request may come, after so many times its last pause; 0.0: not by `end`."""
         if self.rests_since is None or self.rested is None or self.rests_since + self.rested > end:
@@ -238,7 +234,7 @@ class Scheduler:
         end = self._ready_since + self._patience
         begins = chosen not in self._under_way and sum(head.tokens for head in heads) < self.batch_tokens
         begins = begins and not barriers
-        if begins and now < end and any(queue.is_due(now, end) for queue in self._runs.values()):
+        if begins and now < end and any(now < queue.overdue_at(end) for queue in self._runs.values()):
             return end
         owner = self._least_served(chosen)
         took = self._costs.expected(owner, chosen[0].shares) if barriers else self._took.get(owner, 0.0)

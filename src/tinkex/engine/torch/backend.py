@@ -59,9 +59,11 @@ class DecodeSteps(Protocol):
 
     def launch(self, orders: Tensor) -> None:
         """Launch a step of the placed rows; `orders` is int64, on the host."""
+        ...
 
     def share_tokens(self) -> None:
         """Give the other ranks the tokens that rank 0 drew by rules."""
+        ...
 
 
 class StepLead:
@@ -87,15 +89,18 @@ class DecodeAhead(Protocol):
 
     def step(self, sequences: Sequence[RunningSequence]) -> Landed:
         """Launch the next step of `sequences`, which hold their pages; returns the last step's results."""
+        ...
 
     def land(self) -> Landed:
         """Wait for the step in flight; returns its results."""
+        ...
 
     def draw(self) -> None:
         """Draw, in the step in flight, for requests whose rules need the tokens of the step before.
 
         Called once those have been appended to their sequences.
         """
+        ...
 
     def drop(self) -> None: ...
 
@@ -116,6 +121,7 @@ class PrefillSteps(Protocol):
 
         `states` are the slots of the pieces' states, if the model has recurrent layers.
         """
+        ...
 
 
 class Backend:

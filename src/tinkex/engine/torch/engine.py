@@ -31,7 +31,7 @@ from tinkex.engine.torch.continuous_batch import ContinuousBatch, StepLimits
 from tinkex.engine.torch.cpu_threads import SHARED, ComputeThreads, apart, usable_cores
 from tinkex.engine.torch.engine_thread import EngineThread, settle
 from tinkex.engine.torch.kv import PAGE, KVCache, page_bytes
-from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.load import load_decoder, wanted_dtype
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.sampler import TorchSampler
 from tinkex.engine.torch.sampler_files import SamplerCopy
@@ -207,9 +207,7 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
         raise user_error(f"device {asked!r} was asked for, and this machine has no CUDA device")
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
         raise user_error(f"device {asked!r} was asked for, and this machine has {count} CUDA devices")
-    if config.dtype == "auto":
-        return device, torch.bfloat16 if device.type == "cuda" else torch.float32
-    return device, getattr(torch, config.dtype)
+    return device, wanted_dtype(config.dtype, device)
 
 
 def check_deterministic(decoder: Decoder) -> None:

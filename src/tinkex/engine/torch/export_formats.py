@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-import zlib
 from collections.abc import Generator
 from pathlib import Path
 
 import torch
 
 from tinkex.engine.request import user_error
-from tinkex.engine.torch.adapter_files import read_facts
+from tinkex.engine.torch.adapter_files import fingerprint, read_facts
 from tinkex.engine.torch.backend import Backend
 from tinkex.engine.torch.load import our_weights, outline, read_config, read_tensors
 from tinkex.engine.torch.merge import MergedModel, merge_adapter, write_model
@@ -101,12 +100,8 @@ def stored_fingerprint(base: Path) -> str:
     config, heads = read_config(base), {}
     for _, name, tensor in our_weights(config, read_tensors(base)):
         if name in shapes and isinstance(tensor, torch.Tensor):
-            first = tensor.reshape(-1, tensor.shape[-1])[0, :16] if tensor.dim() < 2 else _first_row(tensor)
-            heads[name] = first.to(torch.bfloat16).view(torch.int16).tolist()
-    sums = [f"{name} {shapes[name]} {heads[name]}" for name in sorted(shapes) if name in heads]
-    if len(sums) < len(shapes):
-        return ""
-    return f"{config.arch}-{zlib.crc32(chr(10).join(sums).encode()):08x}"
+            heads[name] = shapes[name], _first_row(tensor).clone()  # a view would keep all of the tensor
+    return fingerprint(config.arch, heads, {}) if len(heads) == len(shapes) else ""
 
 
 def _first_row(tensor: torch.Tensor) -> torch.Tensor:

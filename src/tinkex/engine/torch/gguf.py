@@ -158,7 +158,8 @@ class GgufModel:
 
         A tensor that our decoder does not have keeps its own name, so that a loader can refuse it.
         """
-        named, layers = self._hugging_face_names(), self._layers()
+        layers = self._layers()
+        named = decoder_names(self.arch, layers, self.config())
         for name in self._tensors:
             block = re.match(r"blk\.(\d+)\.", name)
             if name == "rope_freqs.weight" or (block and int(block[1]) >= layers):
@@ -167,10 +168,6 @@ class GgufModel:
             tensor = self._family.undo(self, name, tensor)
             yield from zip(names, tensor if "_exps." in name else [tensor], strict=True)
 
-    def _hugging_face_names(self) -> dict[str, list[str]]:
-        """The decoder's weights by the tensor that holds them: one, or one for each expert."""
-        return decoder_names(self.arch, self._layers(), self.config())
-
     def _dequantise(self, name: str) -> Tensor:
         from gguf.quants import dequantize
 
@@ -178,9 +175,8 @@ class GgufModel:
         try:
             values = dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
-            raise InvalidInputError(
-                f"{self.path}: {name} is {tensor.tensor_type.name}, which is not read"
-            ) from error
+            kind = tensor.tensor_type.name
+            raise InvalidInputError(f"{self.path}: {name} is {kind}, which is not read") from error
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
 

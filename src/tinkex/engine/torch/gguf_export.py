@@ -225,15 +225,13 @@ class GgufExport:
         if self._read[0] != stored:
             self._read = "", {}  # free the last one first
             whole = self._model.tensor(stored)
-            self._read = (
-                stored,
-                {name: view for _, name, view in our_weights(self._config, [(stored, whole)])},
-            )
+            self._read = stored, {n: view for _, n, view in our_weights(self._config, [(stored, whole)])}
         return self._read[1][ours]
 
     def _header(self, plan: dict[str, tuple[Any, tuple[int, ...], int]], factors: Tensor | None) -> bytes:
         """Everything before the tensors' bytes, by `gguf`'s own writer."""
-        from gguf import GGUFWriter, LlamaFileType
+        from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+        from gguf.gguf_writer import TensorInfo
 
         with tempfile.TemporaryDirectory(prefix="tinkex-gguf-") as scratch:
             file = Path(scratch) / "header"
@@ -245,13 +243,11 @@ class GgufExport:
             values |= vocabulary(self._base_dir, self._rows(), self._fields["model_type"])
             for key, value in values.items():
                 _add(writer, key, value)
-            infos = (
-                {}
-                if factors is None
-                else {"rope_freqs.weight": (_f32(), tuple(factors.shape), factors.nbytes)}
-            )
-            for name, (kind, shape, size) in (infos | plan).items():
-                writer.tensors[-1][name] = _tensor_info(shape, kind, size)
+            if factors is not None:
+                about = GGMLQuantizationType.F32, tuple(factors.shape), factors.nbytes
+                plan = {"rope_freqs.weight": about, **plan}
+            for name, (kind, shape, size) in plan.items():
+                writer.tensors[-1][name] = TensorInfo(shape=shape, dtype=kind, nbytes=size)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
@@ -262,18 +258,6 @@ class GgufExport:
     def _rows(self) -> int:
         """Rows of the embedding."""
         return self._turned_shape("token_embd.weight", self._pieces["token_embd.weight"][0])[0]
-
-
-def _f32() -> Any:
-    from gguf import GGMLQuantizationType
-
-    return GGMLQuantizationType.F32
-
-
-def _tensor_info(shape: tuple[int, ...], kind: Any, size: int) -> Any:
-    from gguf.gguf_writer import TensorInfo
-
-    return TensorInfo(shape=shape, dtype=kind, nbytes=size)
 
 
 def _padded(size: int) -> int:

@@ -54,6 +54,7 @@ class PartialProjection(Protocol):
 
     def addend(self) -> Tensor:
         """The total, or its partial sums [S, N, O], for a norm that adds it to the residual stream."""
+        ...
 
 
 class Frozen(NamedTuple):

@@ -31,6 +31,13 @@ if TYPE_CHECKING:
     from tinkex.engine.torch.tensor_parallel.sharding import LoadedPart
 
 
+def wanted_dtype(asked: str, device: torch.device) -> torch.dtype:
+    """What `EngineConfig.dtype` means on a device."""
+    if asked == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, asked)
+
+
 def load_decoder(
     path: str | Path,
     device: str | torch.device = "cpu",

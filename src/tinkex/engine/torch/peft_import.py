@@ -114,7 +114,8 @@ def _modules(
         if not (pair["A"].numel() and pair["B"].numel()):
             raise user_error(f"{directory}: {module} has empty tensors; was it saved from a sharded model?")
         rank, scale = scale_of(directory, peft, module)
-        modules[_our_module(module, decoder)] = Low(pair["A"].float(), pair["B"].float(), scale)
+        ours = our_name(f"{module}.weight").removesuffix(".weight")
+        modules[hosted_name(ours, decoder)] = Low(pair["A"].float(), pair["B"].float(), scale)
         if pair["A"].shape[-2] % rank:
             raise user_error(
                 f"{directory}: {module} has {pair['A'].shape[-2]} rows in A, and adapter_config.json says "
@@ -138,11 +139,6 @@ def scale_of(directory: Path, peft: Mapping[str, Any], module: str) -> tuple[int
     if rank < 1:
         raise user_error(f"{directory}/adapter_config.json: the rank of {module} is {rank}")
     return rank, alpha / (rank**0.5 if peft.get("use_rslora") else rank)
-
-
-def _our_module(module: str, decoder: Decoder) -> str:
-    """Its name in our decoder."""
-    return hosted_name(our_name(f"{module}.weight").removesuffix(".weight"), decoder)
 
 
 def hosted_name(name: str, decoder: Decoder) -> str:
@@ -238,11 +234,8 @@ class _OntoParts:
 
     def _expert_part(self, stem: str, part: str) -> str | None:
         """The part called w1, w2 or w3; of experts without a gate, up_proj is w1."""
-        stems = (
-            stem,
-            stem.replace(".block_sparse_moe.", ".mlp."),
-            stem.replace(".mlp.", ".block_sparse_moe."),
-        )
+        sparse, dense = ".block_sparse_moe.", ".mlp."
+        stems = (stem, stem.replace(sparse, dense), stem.replace(dense, sparse))
         names = [f"{one}.{part}" for one in stems]
         if part == "w3":
             names += [f"{one}.w1" for one in stems if f"{one}.w1" in self.parts]
@@ -279,13 +272,10 @@ class _OntoParts:
             self._put(up, Low(a, b, scale))
         else:
             half = both // 2
-            rows = (
-                (slice(0, None, 2), slice(1, None, 2))
-                if config.interleaved
-                else (slice(half), slice(half, None))
-            )
-            third = up.removesuffix("w1") + "w3"
-            for part, piece in zip((up, third), rows, strict=True):
+            rows = slice(half), slice(half, None)
+            if config.interleaved:
+                rows = slice(0, None, 2), slice(1, None, 2)
+            for part, piece in zip((up, up.removesuffix("w1") + "w3"), rows, strict=True):
                 self._put(part, Low(a, b[:, piece], scale))
 
     def _join_experts(self) -> None:

@@ -154,7 +154,8 @@ class QuantisedFiles:
         parts = {ending: self._get(other) for ending, other in beside.items()}
         try:
             if name.endswith("_blocks"):
-                return _mxfp4(codes, parts["_scales"])
+                codes, scale = codes.flatten(-2), _floats(parts["_scales"])  # […, out, in/32, 16] bytes
+                return QuantisedWeight(codes, scale, (1, 32), torch.tensor(FP4), transposed=True)
             if ".absmax" in parts:
                 return _bitsandbytes(codes, parts)
             if "SCB" in parts:
@@ -199,9 +200,8 @@ class QuantisedFiles:
         sizes = zip(codes.shape[-2:], scale.shape[-2:], given, strict=True)
         high, wide = (step if -(-n // step) == count or n % count else n // count for n, count, step in sizes)
         zero = parts.get("_zero_point")
-        return QuantisedWeight(
-            codes, scale, (high, wide), zero=zero if zero is None else zero.view(scale.shape)
-        )
+        zero = None if zero is None else zero.view(scale.shape)
+        return QuantisedWeight(codes, scale, (high, wide), zero=zero)
 
 
 def _floats(scale: Tensor) -> Tensor:
@@ -209,11 +209,6 @@ def _floats(scale: Tensor) -> Tensor:
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
         return (scale.view(torch.uint8).float() - 127).exp2().to(torch.bfloat16)
     return scale
-
-
-def _mxfp4(blocks: Tensor, scales: Tensor) -> QuantisedWeight:
-    """[…, out, in/32, 16] bytes; its users expect […, in, out]."""
-    return QuantisedWeight(blocks.flatten(-2), _floats(scales), (1, 32), torch.tensor(FP4), transposed=True)
 
 
 def _fp4(codes: Tensor, parts: Mapping[str, Tensor]) -> QuantisedWeight:

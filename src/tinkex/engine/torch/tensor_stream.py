@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tinkex import store
 from tinkex.engine.request import user_error
+from tinkex.files import try_lock
 
 Progress = Callable[[int, int], None]  # bytes done, and in all
 _DTYPES = {
@@ -203,16 +204,8 @@ def _locked(file: Path, out: Path) -> Iterator[None]:
     """One process at a time; the lock of a killed one is free."""
     handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        try:
-            import fcntl
-
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows: two at once are not noticed
-            pass
-        except OSError:
-            raise user_error(
-                f"another process is writing {out}; wait for it, or choose another name"
-            ) from None
+        if not try_lock(handle):
+            raise user_error(f"another process is writing {out}; wait for it, or choose another name")
         yield
         file.unlink(missing_ok=True)
     finally:

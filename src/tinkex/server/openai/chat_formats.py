@@ -127,11 +127,9 @@ def _deepseek(block: str, texts: Texts) -> Calls:
 def _kimi(block: str, texts: Texts) -> Calls:
     pattern = r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)(?:<\|tool_call_end\|>|$)"
     found = re.findall(pattern, block, re.DOTALL)
-    return [call for name, text in found for call in _call(_kimi_name(name), text)]
-
-
-def _kimi_name(written: str) -> str:
-    return written.strip().removeprefix("functions.").rpartition(":")[0] or written.strip()
+    stripped = ((name.strip(), text) for name, text in found)  # functions.NAME:INDEX
+    named = ((name.removeprefix("functions.").rpartition(":")[0] or name, text) for name, text in stripped)
+    return [call for name, text in named for call in _call(name, text)]
 
 
 def _mistral(block: str, texts: Texts) -> Calls:

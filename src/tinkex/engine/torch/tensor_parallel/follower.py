@@ -80,7 +80,8 @@ class Follower:
             case orders.DrawTokens(rows, adapters, temperature, keys):
                 with torch.inference_mode():
                     logits_NV = self._logits(rows, adapters, [1] * len(rows))
-                    self._vocab.draw(logits_NV, plain_choice(temperature, keys))
+                    uncut = np.zeros(len(keys), np.int64), np.ones(len(keys), np.float32)
+                    self._vocab.draw(logits_NV, Choice(temperature, *uncut, keys))
             case _:
                 raise TypeError(f"{type(order).__name__} is no order")
 
@@ -151,11 +152,6 @@ class Follower:
         assert self._runner is not None
         assert self._h_TD is not None
         return self._runner.logits(self._h_TD, rows, self._of(adapters), counts)
-
-
-def plain_choice(temperature: np.ndarray, keys: np.ndarray) -> Choice:
-    """Draws without any cut."""
-    return Choice(temperature, np.zeros(len(keys), np.int64), np.ones(len(keys), np.float32), keys)
 
 
 def receive_adapter(parts: AdapterShards, shards: Shards, order: orders.TakeAdapter) -> Adapter:

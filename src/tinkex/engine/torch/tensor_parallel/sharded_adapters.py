@@ -57,11 +57,8 @@ class AdapterShards:
         for name, (a, b) in part.named(target).items():
             whole_a, whole_b = views[name]
             a.copy_(whole_a[..., self._plan.columns(name, rank)])
-            at = 0
-            for rows in self._plan.rows(name, rank):
-                count = rows.stop - rows.start
-                b[..., at : at + count, :].copy_(whole_b[..., rows, :])
-                at += count
+            for rows, own in self._plan.stacked_rows(name, rank):
+                b[..., own, :].copy_(whole_b[..., rows, :])
 
     def whole(self, part: Adapter, *, optimizer: bool = False) -> Adapter:
         """The adapter of which all ranks have a part, on rank 0's CPU. All call it; others get zeros."""
@@ -82,11 +79,8 @@ class AdapterShards:
             for name, (a, b) in part.named(piece).items():
                 whole_a, whole_b = views[name]
                 whole_a[..., self._plan.columns(name, rank)] = a
-                at = 0
-                for rows in self._plan.rows(name, rank):
-                    count = rows.stop - rows.start
-                    whole_b[..., rows, :] = b[..., at : at + count, :]
-                    at += count
+                for rows, own in self._plan.stacked_rows(name, rank):
+                    whole_b[..., rows, :] = b[..., own, :]
 
     # -- gradients ---------------------------------------------------------------------------------------
 
@@ -97,13 +91,11 @@ class AdapterShards:
         shared = self._shared(adapter, adapter.grad)
         if not shared:
             return
-        packed = torch.cat([self._spread(name, view).flatten() for name, view in shared])
+        spread = [self._spread(name, view).flatten() for name, view in shared]
+        packed = torch.cat(spread)
         self._shards.reduce(packed)
-        at = 0
-        for name, view in shared:
-            size = self._spread_size(name, view)
-            self._collect(name, view, packed[at : at + size])
-            at += size
+        for (name, view), summed in zip(shared, packed.split([len(one) for one in spread]), strict=True):
+            self._collect(name, view, summed)
 
     def norm(self, adapter: Adapter, grad: Tensor) -> Tensor:
         """The norm of the whole gradient, in fp64; every parameter counts once."""
@@ -124,14 +116,11 @@ class AdapterShards:
         """The squares of rows that this rank is the first to have; None: every rank has all rows."""
         if self._plan.halves[name][1] == b.shape[-2]:
             return None
-        total, at = b.new_zeros((), dtype=torch.float64), 0
-        for i, rows in enumerate(self._plan.rows(name, self._plan.rank)):
-            count = rows.stop - rows.start
+        total = b.new_zeros((), dtype=torch.float64)
+        for i, (rows, own) in enumerate(self._plan.stacked_rows(name, self._plan.rank)):
             first = next(r for r in range(self._plan.count) if self._plan.rows(name, r)[i] == rows)
             if first == self._plan.rank:
-                part = b[..., at : at + count, :]
-                total = total + torch.linalg.vector_norm(part, dtype=torch.float64).square()
-            at += count
+                total = total + torch.linalg.vector_norm(b[..., own, :], dtype=torch.float64).square()
         return total
 
     def _shared(self, adapter: Adapter, flat: Tensor) -> list[tuple[str | None, Tensor]]:
@@ -149,23 +138,15 @@ class AdapterShards:
         """In the shape that all ranks sum: as it is, or in its rows of the whole B."""
         if name is None:
             return view
-        whole, at = view.new_zeros(*view.shape[:-2], self._plan.halves[name][1], view.shape[-1]), 0
-        for rows in self._plan.rows(name, self._plan.rank):
-            count = rows.stop - rows.start
-            whole[..., rows, :] = view[..., at : at + count, :]
-            at += count
+        whole = view.new_zeros(*view.shape[:-2], self._plan.halves[name][1], view.shape[-1])
+        for rows, own in self._plan.stacked_rows(name, self._plan.rank):
+            whole[..., rows, :] = view[..., own, :]
         return whole
-
-    def _spread_size(self, name: str | None, view: Tensor) -> int:
-        return view.numel() if name is None else view.numel() // view.shape[-2] * self._plan.halves[name][1]
 
     def _collect(self, name: str | None, view: Tensor, summed: Tensor) -> None:
         if name is None:
             view.copy_(summed.view(view.shape))
             return
         whole = summed.view(*view.shape[:-2], self._plan.halves[name][1], view.shape[-1])
-        at = 0
-        for rows in self._plan.rows(name, self._plan.rank):
-            count = rows.stop - rows.start
-            view[..., at : at + count, :].copy_(whole[..., rows, :])
-            at += count
+        for rows, own in self._plan.stacked_rows(name, self._plan.rank):
+            view[..., own, :].copy_(whole[..., rows, :])

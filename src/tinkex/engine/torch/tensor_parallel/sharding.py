@@ -10,7 +10,7 @@ Shapes: E experts, R rank of an adapter, I in-features, O out-features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -76,11 +76,8 @@ def _local_layer(model: ModelConfig, layer: LayerConfig, count: int) -> LayerCon
         case LatentConfig():
             mixer = replace(mixer, heads=part("heads", mixer.heads))
         case DeltaConfig():
-            keys, values = (
-                part_or_one("key heads", mixer.key_heads),
-                part("value heads", mixer.value_heads),
-            )
-            mixer = replace(mixer, key_heads=keys, value_heads=values)
+            keys = part_or_one("key heads", mixer.key_heads)
+            mixer = replace(mixer, key_heads=keys, value_heads=part("value heads", mixer.value_heads))
         case MambaConfig():
             heads, groups = part("heads of Mamba", mixer.heads), part_or_one("groups of Mamba", mixer.groups)
             alone = mixer.norm_groups == 1  # all numbers are normed together, over the ranks
@@ -193,6 +190,13 @@ class ShardPlan:
         """Of B [O, R]: what a rank has, piece by piece."""
         _, whole, _, ours = self.halves[part]
         return self._pieces(part, whole, ours, rank)
+
+    def stacked_rows(self, part: str, rank: int) -> Iterator[tuple[slice, slice]]:
+        """Of B: each piece that a rank has, in the whole and in its own."""
+        at = 0
+        for rows in self.rows(part, rank):
+            own = slice(at, at := at + rows.stop - rows.start)
+            yield rows, own
 
     def a_is_ours(self, part: str) -> bool:
         """Whether no other rank has this rank's part of A."""

@@ -17,7 +17,7 @@ from tinkex.engine.protocol import EngineConfig, EngineError
 from tinkex.engine.request import user_error
 from tinkex.engine.torch import memory
 from tinkex.engine.torch.cpu_threads import usable_cores
-from tinkex.engine.torch.load import load_decoder
+from tinkex.engine.torch.load import load_decoder, wanted_dtype
 from tinkex.engine.torch.tensor_parallel.follower import Follower
 from tinkex.engine.torch.tensor_parallel.sharding import LoadedPart
 from tinkex.engine.torch.tensor_parallel.shards import ProcessShards, Shards
@@ -28,7 +28,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     threading.Thread(target=_outlive_nobody, args=(os.getppid(),), daemon=True).start()
     config, rank, store, device = connection.recv()
-    torch.set_num_threads(rank_threads(config))
+    torch.set_num_threads(config.threads or max(1, usable_cores() // config.tensor))  # they share the cores
     if (place := torch.device(device)).type == "cuda":
         torch.cuda.set_device(place)
     connection.send("here")
@@ -50,19 +50,8 @@ def main() -> None:
 
 def load_follower(config: EngineConfig, shards: Shards, device: torch.device) -> Follower:
     part = LoadedPart(shards)
-    decoder = load_decoder(config.model, device, rank_dtype(config, device), config.quantize, part)
+    decoder = load_decoder(config.model, device, wanted_dtype(config.dtype, device), config.quantize, part)
     return Follower(decoder, part.plan)
-
-
-def rank_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
-
-
-def rank_threads(config: EngineConfig) -> int:
-    """Ranks on a CPU share its cores."""
-    return config.threads or max(1, usable_cores() // config.tensor)
 
 
 def _outlive_nobody(parent: int) -> None:
