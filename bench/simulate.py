@@ -33,12 +33,8 @@ OPTIM, PUBLISH, MICRO_BATCH = 0.004, 0.15, 16_384
 KV_TOKENS = 400_000  # that a sampler's cache holds, at 147 kB each
 CAPACITY = 256  # sequences of a sampler
 RESTART = 60.0  # until a lost process has loaded the model again
-GROUPS, SAMPLES, PREFIX, ANSWER = (
-    8,
-    8,
-    1500,
-    350,
-)  # of one tenant's step; tokens of the shared prompt, of an answer
+# Of one tenant's step; tokens of the shared prompt, of an answer.
+GROUPS, SAMPLES, PREFIX, ANSWER = 8, 8, 1500, 350
 THINK = 60.0  # mean seconds of a tenant between its steps: rewards, environments, pauses
 Router = Callable[[bytes, dict[int, int], int, int], "int | None"]
 

@@ -112,9 +112,8 @@ def _method(each: tuple[type, str, Any]) -> tuple[str, ...]:
         gives = str(inspect.signature(member.fget).return_annotation)  # type: ignore[arg-type]
         return f"`{name}`", f"`{gives}`", "", what, ""
     returned = inspect.signature(member).return_annotation
-    gives = (
-        "bool" if returned is inspect.Signature.empty else str(returned)
-    )  # of the standard library's futures
+    # The standard library's futures say nothing.
+    gives = "bool" if returned is inspect.Signature.empty else str(returned)
     future = re.fullmatch(r"APIFuture\[(.*)\]", gives)
     shown = f"future of `{future[1]}`" if future else f"`{gives}`"
     return f"`{name}{arguments(member)}`", shown, _awaits(kind, name), what, WORDS["raises"].get(key, "")

@@ -37,9 +37,8 @@ def is_weather(given: Any) -> bool:
     return given["city"] in CITIES and given.get("days", 1) in DAYS
 
 
-@pytest.mark.parametrize(
-    "environment", ["inspect", "agents"]
-)  # the newest client, and one of the year before
+# With the newest client, and with one of the year before.
+@pytest.mark.parametrize("environment", ["inspect", "agents"])
 def test_openai(roomy: Served, environment: str) -> None:
     facts = facts_of(roomy, environment, "openai")
     for name, arguments, reason in (facts["call"], facts["streamed"]):

@@ -158,9 +158,8 @@ def test_a_run_knows_what_it_is(run: TrainingClient, client: ServiceClient):
 def test_wrong_content_fails_its_pass_and_its_step_and_nothing_after(
     run: TrainingClient, client: ServiceClient
 ):
-    beyond = Datum(
-        ModelInput.from_ints([10**6]), {"target_tokens": [5]}
-    )  # a client cannot know how far ids go
+    # A client cannot know how far ids go.
+    beyond = Datum(ModelInput.from_ints([10**6]), {"target_tokens": [5]})
     bad = run.forward_backward([beyond], "cross_entropy")
     step = run.optim_step(ADAM)
     with pytest.raises(RequestFailedError, match=r"datum 0: model_input\[0\] is 1000000") as failed:

@@ -121,9 +121,8 @@ def test_a_projection_of_several_parts(rows: int, mixed: bool) -> None:
     want = torch.cat([part.float() if isinstance(part, Tensor) else part.expand() for part in matrix.parts])
     x, bias = random(rows, I, seed=5), random(256, seed=6)
     near(packed.linear(x, matrix, bias), x.float() @ want.float().t() + bias.float())
-    near(
-        matrix.product(x, bias), x.float() @ want.float().t() + bias.float()
-    )  # the plain code still reads it
+    # The plain code still reads it.
+    near(matrix.product(x, bias), x.float() @ want.float().t() + bias.float())
     leaf = x.clone().requires_grad_()
     packed.linear(leaf, matrix, bias).backward(random(rows, 256, seed=7))
     assert leaf.grad is not None

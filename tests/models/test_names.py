@@ -60,9 +60,8 @@ def test_a_tokenizer_of_a_model_that_does_not_come_says_why(
     entry: CatalogueEntry, index: Index, home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     index.close()
-    monkeypatch.setitem(
-        CATALOGUE, "Tiny-Other", replace(entry, name="Tiny-Other")
-    )  # none is kept by this name
+    # None is kept by this name.
+    monkeypatch.setitem(CATALOGUE, "Tiny-Other", replace(entry, name="Tiny-Other"))
     with tinkex.ServiceClient() as service:
         sampler = service.create_sampling_client(base_model="Tiny-Other")
         with pytest.raises(TinkerError, match=r"pip could not fetch tiny-parcel==1\.0"):

@@ -251,9 +251,8 @@ async def test_files_are_measured_before_a_save_is_refused(home: Path):
         for number in range(4, 10, 2):
             with pytest.raises(Failed, match="bytes allowed"):
                 await user.save(run, number, "too much")
-            shutil.rmtree(
-                found(home, f"weights/{'c' if number == 4 else number - 1}")[0]
-            )  # not by the server
+            # Not by the server.
+            shutil.rmtree(found(home, f"weights/{'c' if number == 4 else number - 1}")[0])
             await user.save(run, number + 1, str(number + 1))
 
 

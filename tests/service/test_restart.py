@@ -47,9 +47,8 @@ async def undisturbed(tmp_path: Path, steps: int) -> list[float]:
         return await user.train(await user.run(), 1, steps)
 
 
-@pytest.mark.parametrize(
-    "many", [256, pytest.param(1, marks=pytest.mark.slow)]
-)  # 1: every pass is written and freed as large ones are
+# 1: every pass is written and freed as large ones are.
+@pytest.mark.parametrize("many", [256, pytest.param(1, marks=pytest.mark.slow)])
 async def test_pipelined_work_goes_on_where_it_was_and_keeps_its_ids(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: int
 ):

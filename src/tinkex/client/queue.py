@@ -132,16 +132,20 @@ class RunQueue(SendQueue):
         self._failed: str | None = None  # why the last pass failed; refuses steps that were called before
         self._failures = 0
         self._cause: Exception | None = None  # the error behind `_incomplete` or `_failed`
-        self.lost: RunLostError | None = None  # refuses every later call
+        self._lost: RunLostError | None = None  # refuses every later call
         self._loss_threads: set[int] = set()  # threads that run a custom loss of this run
 
     # -- queueing, from any thread -----------------------------------------------------------------------
 
+    def lose(self, error: RunLostError) -> None:
+        """Refuse every later call."""
+        self._lost = error
+
     def enqueue(self, what: str, send: Send[T]) -> APIFuture[T]:
         """Queue a send, unless the client is closed, the run is lost or the call could never be sent."""
         self._connection.check_open()
-        if self.lost is not None:
-            raise RunLostError(self.lost.run_id, self.lost.reason)
+        if self._lost is not None:
+            raise RunLostError(self._lost.run_id, self._lost.reason)
         if threading.get_ident() in self._loss_threads:
             raise TinkerError(
                 f"{what} was called inside a custom loss of the same run, and could only be sent after it. "
@@ -353,7 +357,7 @@ class RunWatch:
                 return
             self._lost = RunLostError(self._run.model_id, reason)
         await background.in_own_thread(self._tell, self._lost)
-        self._run.lost = self._lost
+        self._run.lose(self._lost)
 
     async def _why_lost(self) -> str | None:
         call, run_id = self._run.session.connection.call, self._run.model_id

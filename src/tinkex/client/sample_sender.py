@@ -202,15 +202,14 @@ class SampleSender:
         if config.sample_use_retrieve_futures:
             self._batch = BatchPoller(self._connection, self._id, clone_id)
         if self._retry.enable_stuck_detection and config.sample_enable_stuck_detection:
-            self._stuck.timeout = self._retry.progress_timeout
+            self._stuck = StuckDetector(self._id, self._retry.progress_timeout)
 
 
 class StuckDetector:
     """Cancels the tasks that entered it when none has made progress for `timeout` seconds; None: never."""
 
-    def __init__(self, what: str) -> None:
-        self.timeout: float | None = None
-        self._what = what
+    def __init__(self, what: str, timeout: float | None = None) -> None:
+        self._what, self._timeout = what, timeout
         self._tasks: set[Any] = set()
         self._error: APIConnectionError | None = None  # raised in tasks that were removed from `_tasks`
         self._last = 0.0
@@ -223,8 +222,8 @@ class StuckDetector:
         if not self._tasks:
             self.progressed()
         self._tasks.add(asyncio.current_task())
-        if self.timeout is not None and not self._checking:
-            self._check(self.timeout)
+        if self._timeout is not None and not self._checking:
+            self._check(self._timeout)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         task = asyncio.current_task()

@@ -105,10 +105,7 @@ class ForwardBackward(Command[PassProgress | list[PassOutcome]]):
     """
 
     passes: tuple[Pass, ...]
-    share: tuple[int, int] = (
-        0,
-        1,
-    )  # n, of how many: compute that part alone, and return SharedPasses
+    share: tuple[int, int] = 0, 1  # n, of how many: that part alone is computed; returns SharedPasses
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def write_export(
             merge_adapter(directory, adapter, out, dtype=dtype, overwrite=overwrite, progress=progress)
         elif format == "mlx":
             merged = MergedModel(directory, adapter, dtype)
-            merged.config |= older_rope_fields(merged.config)
+            merged.config.update(older_rope_fields(merged.config))
             if "num_local_experts" in merged.config:  # as transformers writes it now; mlx-lm reads the older
                 merged.config.setdefault("num_experts", merged.config["num_local_experts"])
             model = MlxQuantised(merged, quantize) if quantize else merged

@@ -116,10 +116,8 @@ class Follower:
             h_TD = self._decoder(*read, attend, lora, states=states, checkpoint=order.recompute)
             of = h_TD.detach(), self._decoder.unembed_weight, targets, lora, config.vocab_size
             grad_TD = None
-            for with_gradient in order.calls:
-                grad_of = (
-                    (lambda lp, first, last: torch.empty_like(lp)) if with_gradient else None
-                )  # rank 0's
+            for with_gradient in order.calls:  # the gradient to the logprobs is rank 0's
+                grad_of = (lambda lp, first, last: torch.empty_like(lp)) if with_gradient else None
                 _, grad_TD = target_logprobs(*of, grad_of, compute=self._vocab.logprob_chunk)
             if grad_TD is not None and h_TD.requires_grad:
                 h_TD.backward(grad_TD)
