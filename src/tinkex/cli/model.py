@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tinkex.cli.output import format_option, note, plural, show, size
+from tinkex.cli.output import format_option, needing, note, plural, show, size
 from tinkex.cli.target import call, is_local, where
 from tinkex.config import Settings
 
@@ -111,13 +111,9 @@ def info(name: str, quantize: str) -> None:
     """
     from dataclasses import asdict
 
-    try:
+    with needing("engine"):
         from tinkex.engine.protocol import EngineConfig
         from tinkex.engine.torch.model_facts import model_facts
-    except ImportError as error:
-        raise click.ClickException(
-            f"this needs more packages: pip install 'tinkex[engine]' ({error})"
-        ) from None
     found = model_facts(place_of(name), EngineConfig("", quantize=quantize))  # type: ignore[arg-type]
     active = f", {_count(found.active_parameters)} active" * (found.active_parameters < found.parameters)
     lora = ", ".join(f"{kind} {_count(count)}" for kind, count in found.lora_per_rank.items())

@@ -240,6 +240,17 @@ def gather(listing: Listing[Any, Item], limit: int, noun: str, place: str) -> tu
 
 
 @contextmanager
+def needing(extra: str, what: str = "this") -> Generator[None]:
+    """Say which extra to install, if an import fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise click.ClickException(
+            f"{what} needs more packages: pip install 'tinkex[{extra}]' ({error})"
+        ) from None
+
+
+@contextmanager
 def answered(otherwise: str) -> Generator[None]:
     """Around a prompt: where nobody can answer, fail with the message `otherwise`."""
     try:

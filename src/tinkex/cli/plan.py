@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tinkex.cli.model import place_of
-from tinkex.cli.output import Whole, format_option, plural, show, size
+from tinkex.cli.output import Whole, format_option, needing, plural, show, size
 from tinkex.cli.serve import read_size
 from tinkex.errors import InvalidInputError
 
@@ -124,13 +124,9 @@ def plan(name: str, gpus: int, gpu: str, runs: int, rank: int, context: int | No
     \b
     tinkex plan --model Qwen/Qwen3-8B --gpus 8 --gpu h100 --runs 64
     """
-    try:
+    with needing("engine"):
         from tinkex.engine.protocol import EngineConfig
         from tinkex.engine.torch.sizing import model_sizes
-    except ImportError as error:
-        raise click.ClickException(
-            f"this needs more packages: pip install 'tinkex[engine]' ({error})"
-        ) from None
     config = EngineConfig("", device="cpu", dtype="bfloat16", max_context=context, quantize=quantize)  # type: ignore[arg-type]
     sizes = model_sizes(place_of(name), config, rank)
     found = reckon(sizes, _read_gpu(gpu), gpus)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tinkex.cli.model_options import read_model_options, split_options
-from tinkex.cli.output import Finite, Whole
+from tinkex.cli.output import Finite, Whole, needing
 from tinkex.config import Settings, normalize_url
 from tinkex.errors import InvalidInputError
 from tinkex.models import CATALOGUE, DEFAULT, is_fetchable, unknown_model
@@ -174,15 +174,11 @@ def serve(
     connect; `tinkex server keys add NAME` makes one. Ctrl-C or SIGTERM stops it; nothing is lost.
     TINKEX_MODELS may hold several models, separated by spaces.
     """
-    try:
+    with needing("server,engine", "the server"):
         from tinkex.engine.protocol import EngineConfig
         from tinkex.server.serve import ServerConfig
         from tinkex.server.serve import serve as run
         from tinkex.service.config import ServiceConfig
-    except ImportError as error:
-        raise click.ClickException(
-            f"the server needs more packages: pip install 'tinkex[server,engine]' ({error})"
-        ) from None
     settings = Settings.read()
     logging.basicConfig(
         stream=sys.stderr, level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s"
