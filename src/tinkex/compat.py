@@ -3,9 +3,8 @@
     python -m tinkex.compat train.py --steps 10        # or: -m tinker_cookbook.recipes.sl_loop …
     import tinkex.compat; tinkex.compat.install()      # the same, from inside a program
 
-Only `tinker` and its submodules are resolved, in this process alone; nothing is written to disk. A spawned
-worker process starts without it: call `install()` at the top of the module that it imports. Private parts of
-the official package have no counterpart; importing one says what to use instead.
+Resolves `tinker` and its submodules in this process alone: a spawned worker calls `install()` itself, at the
+top of the module that it imports. Importing a private part of the official package says what to use instead.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Futures: accepted requests and their results, until the results have been fetched; and completion feeds.
 
-A result is there as soon as it is resolved, can be fetched more than once, and is kept until it is dropped.
-A waiting long poll costs one asyncio future.
-
-A feed tells which samples of a sampler have ended, in the order in which they did. A poll returns completions
-and a cursor; the next poll with that cursor acknowledges them. Cursors keep rising after a restart. A file
-keeps the ids of samples not yet fetched. After a crash those are reported as ended: the client asks for the
-result, gets 410, and samples again. Knows nothing of what is computed, nor of who may poll.
+A result can be fetched more than once, and is kept until it is dropped. A waiting long poll costs one asyncio
+future. A feed tells which samples of a sampler have ended, in that order. A poll returns completions and a
+cursor; the next poll with that cursor acknowledges them. Cursors keep rising after a restart. A file keeps
+the ids of samples not yet fetched. After a crash those are reported as ended: the client asks for the result,
+gets 410, and samples again. Knows nothing of what is computed, nor of who may poll.
 """
 
 from __future__ import annotations

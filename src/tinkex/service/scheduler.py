@@ -4,16 +4,15 @@ Requests of a run are executed in seq-id order, whatever order they arrive in; a
 request; a gap is waited for and then given up for good. Passes of different runs share a batch. Owners are
 served fairly, by tokens; of the runs of one owner, the one that waited longest since its last turn is next.
 
-A round is some barriers (steps, saves, loads), then one micro-batch of passes: of a batch under way, or the
-first one of a new batch. Barriers come first, because each one done may make a pass ready that can join the
-batch; but one that takes long waits while an owner who was served less has anything ready. An owner is
-charged for each micro-batch, so one with small passes does not wait for a huge one to end; tokens that take
-longer than the usual, as those of long datums do, are charged more, and barriers by the time they take.
+A round is some barriers (steps, saves, loads), then one micro-batch of passes. Barriers come first, because
+one may make a pass ready that can join the batch; but one that takes long waits while an owner who was served
+less has anything ready. An owner is charged for each micro-batch: more for tokens that take longer than the
+usual, and for barriers by their time.
 
 Runs that train step by step send their next request a few milliseconds after their last result. So that they
-share a batch and its fixed cost, one waits for runs that are due (judged by their last pause): for at most
-1/PART of what the last micro-batch took, and only once for a run that does not come back. An owner who was
-served less than the one whose turn it would be is waited for likewise.
+share a batch, one waits for runs that are due, judged by their last pause: for at most 1/PART of what the
+last micro-batch took, and once for a run that does not come back. So one waits for an owner who was served
+less.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """One adapter's tensors: all parameters in one flat fp32 buffer, gradients and moments in buffers like it.
 
-So a step, a save or an eviction is one operation on one tensor. The A matrices of a site's parts (q, k, v;
-gate, up) are stacked, and B is stored transposed: products with few columns are fastest so. A dense site
-counts as one expert. Experts share the factor on the side of the hidden states (A of w1 and w3, B of w2);
-adapters of the older layout, where every expert has both factors, work beside them.
-
-Shapes: I in-features, O out-features, R rank, P parts of a site, E experts.
+So a step, a save or an eviction is one operation. The A matrices of a site's parts (q, k, v; gate, up) are
+stacked, and B is stored transposed: products with few columns are fastest so. Experts share the factor on the
+side of the hidden states (A of w1 and w3, B of w2); adapters of the older layout, where every expert has
+both, work beside them. Shapes: I in-features, O out-features, R rank, P parts of a site, E experts (1 if
+dense).
 """
 
 from __future__ import annotations

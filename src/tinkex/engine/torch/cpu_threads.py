@@ -1,11 +1,9 @@
 """How many CPU threads compute: as many as there are cores that others leave idle.
 
-Others are other processes, and the Python threads of this one: a server's event loop that answers thousands
-of requests takes a core as well. OpenMP threads wait for each other by spinning, so one thread too many slows
-a pass down many times over (two threads on a busy two-core machine: 19 times). OpenMP counts per thread, so
-the computing thread itself sets the number. It also keeps a team for every live thread that ever computed,
-and once all teams together have more threads than there are cores, a small pass takes three times as long: so
-only the engine's own thread may keep a team, and other threads compute inside `apart`.
+Others are other processes, and this one's Python threads: a busy server's event loop takes a core as well.
+OpenMP threads spin while they wait, so one too many slows a pass down many times over. OpenMP counts per
+thread, so the computing thread sets the number. It keeps a team for every live thread that ever computed,
+which costs time as well: only the engine's thread may keep one, and others compute inside `apart`.
 """
 
 from __future__ import annotations

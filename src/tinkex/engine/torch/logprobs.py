@@ -1,9 +1,8 @@
 """Logprobs of target tokens from hidden states, and their gradient, a chunk of tokens at a time.
 
-There is never a [T, V] tensor: each chunk's logits are computed, read for the targets' logprobs, and
-overwritten by their own gradient. If a cell's gradient depends on its logprob alone, logits are computed
-once; otherwise the caller calls twice. Ids from `vocab` on are padding: their logits are -inf, their
-gradients exactly zero.
+There is never a [T, V] tensor: each chunk's logits are overwritten by their own gradient. If a cell's
+gradient depends on its logprob alone, logits are computed once; otherwise the caller calls twice. Ids from
+`vocab` on are padding: their logits are -inf, their gradients exactly zero.
 
 Shapes: T tokens, D width, V padded vocabulary, M target cells, N rows of a chunk.
 """

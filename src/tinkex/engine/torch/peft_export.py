@@ -1,11 +1,9 @@
 """Write an adapter so that PEFT loads it onto a transformers model whose experts are stacked tensors.
 
-Our own files (`adapter_files`) name experts as hosted Tinker does, w1, w2 and w3, with the factor that
-experts share stored once. PEFT adapts the stacked parameters `gate_up_proj` and `down_proj`: the shared
-factor is repeated for every expert, and gate and up become one block-diagonal pair of twice the rank. So do
-in_proj_q, in_proj_k and in_proj_v, three parts of one matrix, with three times the rank (of Qwen3-Next four
-parts of one, key head by key head), and Mamba's gate_proj and x_proj, the first rows of in_proj.
-Everything else is copied. Loads no base model.
+Our files (`adapter_files`) have experts' w1, w2 and w3, with the factor that experts share stored once. PEFT
+adapts `gate_up_proj` and `down_proj`: the shared factor is repeated, and gate and up become one
+block-diagonal pair of twice the rank. So do the parts of in_proj_qkv(z), and Mamba's gate_proj and x_proj,
+the first rows of in_proj. Everything else is copied. Loads no base model.
 """
 
 from __future__ import annotations

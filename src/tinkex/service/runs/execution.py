@@ -1,11 +1,10 @@
 """What a request does when its turn comes, for the first time or again after a restart.
 
-Replaying an answered request repeats its effect and nothing else. A pass that failed is not computed again
-and still fails its step; a save is not written again. A barrier (create, step, save, load) sees exactly the
-requests before it. A checkpoint's files are complete before its row exists, and its row before its future
-resolves. Executed again after a crash before its outcome was recorded, a barrier gives what the first time
-would have given. A pass with an uploaded loss during which two processes died fails instead of being begun
-a third time; the second time it is computed alone, so that no other is blamed for it. Knows nothing of order.
+Replaying an answered request repeats its effect and nothing else: a pass that failed still fails its step,
+and a save is not written again. A barrier (create, step, save, load) sees exactly the requests before it;
+executed again after a crash, it gives what it would have given. A checkpoint's files are complete before its
+row exists, and its row before its future resolves. A pass with an uploaded loss during which two processes
+died fails instead of being begun a third time; the second time it is computed alone.
 """
 
 from __future__ import annotations

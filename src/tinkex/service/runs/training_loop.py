@@ -1,10 +1,9 @@
 """The loop between the scheduler and the engine of one base model: take the next batch, execute it, resolve.
 
-One micro-batch or some barriers at a time: others have their turn between two micro-batches of a batch.
-`stop` leaves batches under way unanswered: they are replayed after the restart. An exception fails the
-request it belongs to and no other. A failed pass fails the next step of its run, and the gradients are
-cleared: nothing is ever applied to part of a batch. A lost engine ends `run` with EngineLost, and what was
-being executed stays unanswered. Knows nothing of journals or files.
+One micro-batch or some barriers at a time: others have their turn in between. `stop` leaves batches under way
+unanswered, to be replayed. An exception fails the request it belongs to and no other. A failed pass fails the
+next step of its run, and the gradients are cleared: nothing is ever applied to part of a batch. A lost engine
+ends `run` with EngineLost, and what was being executed stays unanswered.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Latent attention (MLA): keys and values are projections of one short vector per token, which is cached.
 
 Training expands that vector to every head's key and value. Sampling keeps it and one rotated key for all
-heads and attends in the latent space: the frozen half of `kv_b_proj` that makes keys is multiplied with the
-queries, the half that makes values with the result. That is exact with adapters too, since `q_b_proj` and
-`kv_b_proj` carry none.
+heads and attends in the latent space: queries are multiplied with the half of `kv_b_proj` that makes keys,
+results with the half that makes values. That is exact: `q_b_proj` and `kv_b_proj` carry no adapters.
 
 Shapes: T tokens, H heads, N unrotated and R rotated dimensions of a head, V value dimensions, C latent width.
 """

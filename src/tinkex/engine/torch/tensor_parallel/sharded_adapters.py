@@ -1,11 +1,8 @@
 """Adapters over the ranks of a tensor-parallel group: what each has, sums of gradients, and the whole again.
 
-Where a projection's output is split, B is, and A is on every rank; where its input is, A is split, and B is
-on every rank. What several ranks have gets a part of its gradient on each: `sync` sums those once per
-optimizer step, so that all ranks make the same step. Files and exports hold whole adapters, the same as
-without ranks.
-
-Shapes: E experts, R rank, I in-features, O out-features.
+Where a projection's output is split, B is, and A is on every rank; where its input is, the other way round.
+What several ranks have gets a part of its gradient on each: `sync` sums those once per optimizer step. Files
+and exports hold whole adapters. Shapes: E experts, R rank, I in-features, O out-features.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Which part of a model each rank of a tensor-parallel group has: pure, and without collectives.
 
-A rank's decoder is built from a configuration of its own: fewer heads, narrower MLPs and experts, a part of
-the vocabulary. Where a weight of it is smaller than the whole model's, that dimension is split, so what to
-load and which halves of adapters are split follows from the two decoders' shapes. Kv heads (and the key heads
-of delta nets, the groups of Mamba) that are fewer than the ranks are on several of them.
-
-Shapes: E experts, R rank of an adapter, I in-features, O out-features.
+A rank's decoder has a configuration of its own: fewer heads, narrower MLPs, a part of the vocabulary. Where a
+weight of it is smaller than the whole model's, that dimension is split: what to load and which halves of
+adapters are split follows from the two decoders' shapes. Kv heads (and key heads of delta nets, groups of
+Mamba) that are fewer than the ranks are on several. Shapes: E experts, R rank, I in-, O out-features.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """One rank of a tensor-parallel group: the collectives, and where a decoder needs them.
 
-Every block of a layer gives a partial sum on each rank, adapters included: `Shards.block` sums them, and sums
-the gradients to the block's input in the backward. So a layer has two collectives each way, whatever adapters
-are on it. The vocabulary is split too; `sharded_vocab` has what that takes. A decoder on one device has no
-`Shards` at all. Knows neither which weights are split (`sharding`) nor who the other ranks are.
-
-Shapes: T tokens, N rows, D width, V padded vocabulary of this rank.
+Every block of a layer gives a partial sum on each rank, adapters included: `Shards.block` sums them, and the
+gradients to the block's input in the backward. The vocabulary is split too (`sharded_vocab`). A decoder on
+one device has no `Shards` at all. Knows neither which weights are split (`sharding`) nor who the other ranks
+are. Shapes: T tokens, N rows, D width, V padded vocabulary of this rank.
 """
 
 from __future__ import annotations
