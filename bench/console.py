@@ -1,6 +1,8 @@
 """What watching costs: the server's CPU time per training step and sample with 0 and with 20 live pages open.
 
     python bench/console.py [--pages 20] [--seconds 3] [--rounds 9] [--paced]
+    python bench/console.py --capture fake|smollm2-135m [--tokens 64] [--likely 0] [--rounds 20]
+    python bench/console.py --recorder
 
 The server is `tinkex serve` with the fake engine, in a process of its own, so that the console's share of its
 CPU is as large as it can be: a real engine computes longer. The last line is the same for rollouts that are
@@ -10,6 +12,12 @@ With and without alternate, and the change is the median over pairs, with its qu
 With --paced the client sends a fixed number of requests a second, so that both sides do the same work. The
 difference is what watching takes of a core, the most that it can take of the throughput of the event loop; it
 is told as the mean over rounds with its 95 % interval.
+
+With --capture it measures rollouts alone: two servers, one of which keeps every rollout, are sampled from in
+turn as fast as they answer. It tells the server's CPU for 1,000 sampled tokens. The engine is the fake one,
+or the CPU engine with random weights of a shape of bench/shapes.py.
+
+With --recorder there is no server: the recorder is given rollouts, and then the passes that train on them.
 """
 
 from __future__ import annotations
@@ -40,11 +48,12 @@ PROMPT = ModelInput.from_ints(list(range(1, 129)))
 class Server:
     """A server process on a free port."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, *options: str, place: str = "/none") -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
+        engine = ["--engine", "fake"] if place == "/none" else []
         command = [
-            sys.executable, "-m", "tinkex.cli", "serve", "--engine", "fake", "--model", f"{MODEL}=/none",
+            sys.executable, "-m", "tinkex.cli", "serve", *engine, "--model", f"{MODEL}={place}",
             "--home", str(directory), "--port", str(self.port), "--drain", "0.1", "--log-level", "warning",
             *options,
         ]  # fmt: skip
@@ -110,11 +119,11 @@ def steps(run: Any, seconds: float) -> int:
     return count
 
 
-def samples(sampler: Any, seconds: float) -> int:
+def samples(sampler: Any, seconds: float, tokens: int = 64, likely: int = 0) -> int:
     count, began = 0, time.perf_counter()
-    params = SamplingParams(max_tokens=64, stop=[])
+    params = SamplingParams(max_tokens=tokens, stop=[])
     while time.perf_counter() - began < seconds:
-        futures = [sampler.sample(PROMPT, 4, params) for _ in range(16)]
+        futures = [sampler.sample(PROMPT, 4, params, topk_sample_logprobs=likely) for _ in range(16)]
         for future in futures:
             future.result(60)
         count += len(futures)
@@ -131,8 +140,8 @@ class Cost(NamedTuple):
 class Client:
     """One client of one server, which trains and samples for some time; what each costs the server's CPU."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
-        self.server = Server(directory, *options)
+    def __init__(self, directory: Path, *options: str, place: str = "/none") -> None:
+        self.server = Server(directory, *options, place=place)
         self.service = ServiceClient(base_url=self.server.url, api_key=KEY)
         self.run = self.service.create_lora_training_client(MODEL, rank=4)
         self.sampler = self.run.save_weights_and_get_sampling_client()
@@ -155,6 +164,13 @@ class Client:
         for future in pending:
             future.result(60)
         return (self.server.cpu() - before) / (time.perf_counter() - began)
+
+    def per_token(self, seconds: float, tokens: int, likely: int) -> float:
+        """Seconds of the server's CPU for a token that is sampled, as many as it can."""
+        before = self.server.cpu()
+        count = samples(self.sampler, seconds, tokens, likely)
+        time.sleep(0.2)  # until what was sampled last is written
+        return (self.server.cpu() - before) / (count * 4 * tokens)
 
     def close(self) -> None:
         self.service.close().result(10)
@@ -213,11 +229,40 @@ def paced(pages: int, seconds: float, rounds: int) -> None:
             line = f"{what:14} {statistics.mean(shares):.2%} of a core"
             if shares is not found["no pages"]:
                 apart = [one - bare for one, bare in zip(shares, found["no pages"], strict=True)]
-                mean, error = statistics.mean(apart), statistics.stdev(apart) / rounds**0.5
-                low, high = mean - 2.1 * error, mean + 2.1 * error  # Student's t for some 20 rounds
-                line += f"; {mean:+.2%} of a core (95 % interval {low:+.2%} to {high:+.2%})"
+                line += "; {:+.2%} of a core (95 % interval {:+.2%} to {:+.2%})".format(*interval(apart))
             print(line, flush=True)
         for client in (plain, kept):
+            client.close()
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """The mean, and its 95 % interval."""
+    mean, error = statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
+    return mean, mean - 2.1 * error, mean + 2.1 * error  # Student's t for some 20 values
+
+
+def capture(engine: str, tokens: int, likely: int, seconds: float, rounds: int) -> None:
+    """What keeping every rollout takes of the server's CPU at the highest rate of sampling."""
+    with tempfile.TemporaryDirectory() as directory:
+        home, place = Path(directory), "/none"
+        if engine != "fake":
+            from shapes import write_model
+
+            place = write_model(engine, home, "cpu")
+        shares = ("0", "1")
+        clients = [Client(home / share, "--keep-rollouts", share, place=place) for share in shares]
+        found: list[list[float]] = [[], []]
+        for number in range(rounds):
+            for one, client in order(clients, number):
+                found[one].append(client.per_token(seconds, tokens, likely) * 1e6)
+        bare, kept = map(statistics.mean, found)
+        print(f"{engine}, 4 x {tokens} tokens with {likely} likely ones: CPU of the server for 1,000 tokens")
+        print(f"    {bare:.2f} ms, {kept:.2f} ms with rollouts kept", end="")
+        apart = [b - a for a, b in zip(*found, strict=True)]
+        print("; {:+.3f} ms (95 % interval {:+.3f} to {:+.3f})".format(*interval(apart)), end="")
+        changes = [b / a - 1 for a, b in zip(*found, strict=True)]
+        print("; {:+.2%} ({:+.2%} to {:+.2%})".format(*interval(changes)), flush=True)
+        for client in clients:
             client.close()
 
 
@@ -244,7 +289,13 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=3.0, help="of one measurement")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--paced", action="store_true", help="a fixed number of requests a second")
+    parser.add_argument("--capture", metavar="ENGINE", help="rollouts alone: fake, or a shape of shapes.py")
+    parser.add_argument("--tokens", type=int, default=64, help="of a sample, with --capture")
+    parser.add_argument("--likely", type=int, default=0, help="tokens listed for each, with --capture")
     given = parser.parse_args()
+    if given.capture:
+        capture(given.capture, given.tokens, given.likely, given.seconds, given.rounds)
+        raise SystemExit
     if given.paced:
         paced(given.pages, given.seconds, given.rounds)
         raise SystemExit
