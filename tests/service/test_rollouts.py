@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.service.harness import User, serving
 from tinkex.service import rollouts
 from tinkex.service.rollout_reader import RolloutReader
+from tinkex.service.rows import SamplerRow
 from tinkex.service.service import Service
-from tinkex.types.data import Datum, ModelInput
+from tinkex.types.data import Datum, ImageAssetPointerChunk, ModelInput
+from tinkex.types.outputs import SampledSequence, SampleResponse, TopkLogprobs
+from tinkex.types.params import SamplingParams
+from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import ForwardBackwardInput, ForwardBackwardRequest
 from tinkex.wire import ops
 
@@ -109,7 +117,7 @@ async def test_a_full_budget_drops_the_oldest_and_no_request(home: Path):
                 reader.list(service.home.run_dir(run))
         service.rollouts.flush()
         place = service.home.run_dir(run) / rollouts.DIRECTORY
-        assert sum(path.stat().st_size for path in place.glob("*")) <= 16_000
+        assert sum(path.stat().st_size for path in place.iterdir()) <= 16_000
         kept, anew = reader.list(service.home.run_dir(run)), RolloutReader().list(service.home.run_dir(run))
         assert [one.id for one in kept] == [one.id for one in anew]
         assert 10 < len(kept) < 120
@@ -158,8 +166,128 @@ async def test_damaged_lines_cost_themselves(keeping: Service):
     sampler = await user.unnamed_sampler(run, 1, 0)
     await answers(user, sampler, [5, 6, 7], 1)
     keeping.rollouts.flush()
-    (file,) = (keeping.home.run_dir(run) / rollouts.DIRECTORY).glob("*.jsonl")
+    (file,) = (keeping.home.run_dir(run) / rollouts.DIRECTORY).iterdir()
     good = file.read_bytes()
     file.write_bytes(b'nonsense\n{"kind": "joined", "id": 1, "sample": 9}\n[]\n' + good + good[:20])
     (one,) = RolloutReader().list(keeping.home.run_dir(run))
     assert json.dumps(RolloutReader().record(one, 0)["prompt"]) == "[5, 6, 7]"
+
+
+OLD = b"""\
+{"kind":"sample","id":1763560000000001,"time":1763560000.5,"step":3,"group":"9f1c2d3e4a5b","prompt":[5,6,7],\
+"samples":[{"tokens":[8,9],"stop":"stop","logprobs":[-0.5,-1.5],"topk":[[[8,-0.5],[9,-1.0]],null]}],\
+"temperature":1.0,"sampler":"s:sample:0"}
+{"kind":"joined","id":1763560000000001,"sample":0,"step":3,"trainer":[-0.75,-1.25],"advantage":1.5}
+"""
+
+
+async def test_lines_of_an_earlier_version_are_read_and_stay_as_they_are(keeping: Service):
+    user = User(keeping)
+    run = await user.run()
+    place = keeping.home.run_dir(run) / rollouts.DIRECTORY
+    place.mkdir()
+    (place / "000004.jsonl").write_bytes(OLD)
+    await answers(user, await user.unnamed_sampler(run, 1, 0), [5, 6, 7], 1)
+    keeping.rollouts.flush()
+    assert [path.name for path in sorted(place.iterdir())] == ["000004.jsonl", "000005.packed"]
+    assert (place / "000004.jsonl").read_bytes() == OLD
+    reader = RolloutReader()
+    _, old = reader.list(keeping.home.run_dir(run))
+    (sample,) = old.samples
+    assert (old.step, old.prompt, sample.tokens, sample.logprob, sample.advantage) == (3, 3, 2, -1.0, 1.5)
+    assert (sample.difference, sample.trained_at) == (0.25, 3)
+    record = reader.record(old, 0)
+    assert (record["prompt"], record["tokens"], record["logprobs"]) == ([5, 6, 7], [8, 9], [-0.5, -1.5])
+    assert (record["topk"], record["joined"]["trainer"]) == ([[[8, -0.5], [9, -1.0]], None], [-0.75, -1.25])
+
+
+def observe(
+    service: Service, run: str, *sequences: SampledSequence, prompt: ModelInput | None = None
+) -> None:
+    """As if a sampler of the run had answered."""
+    session, number = run.split(":train:")
+    row = SamplerRow("s:sample:0", session, "u", "m", 0.0, adapter_dir=f"runs/{session}/train-{number}/x")
+    request = SampleRequest(prompt or ModelInput.from_ints([5, 6, 7]), SamplingParams(max_tokens=9))
+    service.rollouts.sampled(row, 0.1, SampleResponse(list(sequences)), request)
+
+
+async def test_what_json_cannot_say_and_likely_tokens_are_kept(keeping: Service):
+    run = await User(keeping).run()
+    logprobs = np.array([-0.123456, -np.inf, np.nan], np.float32)
+    likely = TopkLogprobs(
+        np.arange(21, dtype=np.int32).reshape(3, 7),
+        np.array([[-1.0] * 7, [-2.0] + [-99999.0] * 6, [-99999.0] * 7], "f4"),
+    )
+    tokens = np.array([8, 9, 10], np.int32)
+    observe(keeping, run, SampledSequence("stop", "", tokens, logprobs, likely), SampledSequence("length"))
+    keeping.rollouts.flush()
+    reader = RolloutReader()
+    (one,) = reader.list(keeping.home.run_dir(run))
+    assert [(s.tokens, s.stop, s.logprob is None) for s in one.samples] == [
+        (3, "stop", False),
+        (0, "length", True),
+    ]
+    record = reader.record(one, 0)
+    assert record["logprobs"] == [-0.12346, -99999.0, 0.0]
+    assert record["topk"] == [[(k, -1.0) for k in range(5)], [(7, -2.0)], None]
+    assert "logprobs" not in reader.record(one, 1)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+async def test_prompts_with_images_are_left_out(home: Path, share: float):
+    async with serving(home, keep_rollouts=share) as service:
+        run = await User(service).run()
+        image = ImageAssetPointerChunk("png", "file:///x.png", expected_tokens=4)
+        tokens = SampledSequence("stop", "", np.array([8], np.int32))
+        observe(service, run, tokens, prompt=ModelInput([image]))
+        service.rollouts.flush()
+        assert RolloutReader().list(service.home.run_dir(run)) == []
+
+
+async def test_a_torn_record_costs_itself_and_the_one_that_was_written_behind_it(keeping: Service):
+    run = await User(keeping).run()
+    place = keeping.home.run_dir(run) / rollouts.DIRECTORY
+    reader, found = RolloutReader(), list[list[int]]()
+    for token in range(8, 12):
+        observe(keeping, run, SampledSequence("stop", "", np.array([token, 10], np.int32)))
+        keeping.rollouts.flush()
+        (file,) = place.iterdir()
+        if token == 8:
+            file.write_bytes(file.read_bytes()[:-3])
+        found.append([reader.record(one, 0)["tokens"][0] for one in reader.list(keeping.home.run_dir(run))])
+    assert found == [[], [], [10], [11, 10]]
+
+
+async def test_what_waits_is_bounded_by_its_tokens(keeping: Service, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rollouts, "WAITING_TOKENS", 100)
+    run, stuck = await User(keeping).run(), threading.Event()
+    monkeypatch.setattr(rollouts, "write", lambda *_: stuck.wait(20))
+    large, small = (SampledSequence("stop", "", np.zeros(count, np.int32)) for count in (200, 30))
+    observe(keeping, run, large)  # alone it may be as large as it is
+    assert (keeping.rollouts.dropped, keeping.rollouts._written_items) == (0, 0)
+    observe(keeping, run, small)
+    assert keeping.rollouts.dropped == 1
+    stuck.set()
+    keeping.rollouts.flush()
+    for count in range(1, 5):  # 33 tokens each
+        observe(keeping, run, small)
+        assert keeping.rollouts.dropped == 1 + (count > 3)
+
+
+async def test_a_disk_that_hangs_holds_up_no_request_and_not_the_end(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stuck = threading.Event()
+    monkeypatch.setattr(rollouts, "write", lambda *_: stuck.wait(60))
+    monkeypatch.setattr(rollouts, "ENDING", 0.3)
+    async with serving(home, keep_rollouts=1.0) as service:
+        user = User(service)
+        run = await user.run()
+        sampler = await user.unnamed_sampler(run, 1, 0)
+        for n in range(30):
+            (answer,) = await answers(user, sampler, [5, 6, n + 1], 1)
+        await train(user, run, 2, as_datum([5, 6, 30], answer, 1.0))
+        began = time.monotonic()
+        await asyncio.to_thread(service.rollouts.stop)
+        assert 0.2 < time.monotonic() - began < 5
+        stuck.set()

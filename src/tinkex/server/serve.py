@@ -32,13 +32,7 @@ from tinkex.engine.protocol import Engine
 from tinkex.errors import TinkerError
 from tinkex.server.anthropic.messages_api import anthropic_routes
 from tinkex.server.api_keys import LOCAL_KEY, Authenticator
-from tinkex.server.bodies import (
-    MAX_BODY,
-    MAX_UNDECODED,
-    MAX_UNDECODED_PER_USER,
-    BodyCodec,
-    IncomingRequest,
-)
+from tinkex.server.bodies import MAX_BODY, MAX_UNDECODED, MAX_UNDECODED_PER_USER, BodyCodec, IncomingRequest
 from tinkex.server.console.console_routes import server_console
 from tinkex.server.downloads import download_routes
 from tinkex.server.forward import Forwarder

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
+import numpy as np
 
-from tinkex.service.rollouts import DIRECTORY
+from tinkex.service.rollout_files import DIRECTORY, Record, read_record, records
+from tinkex.types.outputs import TopkLogprobs
 
 KEPT_RUNS = 32  # whose index stays in memory
+Place = tuple[Path, int, int]  # of a record: its file, and where it begins and ends there
 
 
 @dataclass
@@ -38,11 +40,10 @@ class RolloutSummary:
     step: int
     group: str
     time: float
-    file: Path
-    offset: int
+    place: Place
     prompt: int  # tokens
     samples: list[SampleSummary]
-    joined: dict[int, tuple[Path, int]] = field(default_factory=dict[int, tuple[Path, int]])  # by sample
+    joined: dict[int, Place] = field(default_factory=dict[int, Place])  # by sample
 
 
 class _Index:
@@ -54,9 +55,9 @@ class _Index:
 
     def update(self) -> None:
         """Take up what was written or dropped since the last time."""
-        files = sorted(self._directory.glob("*.jsonl")) if self._directory.is_dir() else []
+        files = sorted(self._directory.iterdir()) if self._directory.is_dir() else []
         if gone := set(self._read) - set(files):
-            self.rollouts = {i: one for i, one in self.rollouts.items() if one.file not in gone}
+            self.rollouts = {i: one for i, one in self.rollouts.items() if one.place[0] not in gone}
             for one in self.rollouts.values():
                 one.joined = {k: at for k, at in one.joined.items() if at[0] not in gone}
             self._read = {path: offset for path, offset in self._read.items() if path not in gone}
@@ -67,38 +68,36 @@ class _Index:
                     data = file.read()
             except OSError:
                 continue
-            for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
-                self._take(path, offset, line)
-                offset += len(line)
-            self._read[path] = offset
+            for begin, end, record in records(data):
+                self._take((path, offset + begin, offset + end), record)
+                self._read[path] = offset + end
 
-    def _take(self, path: Path, offset: int, line: bytes) -> None:
+    def _take(self, place: Place, record: Record) -> None:
         try:
-            record: dict[str, Any] = orjson.loads(line)
             if record["kind"] == "sample":
-                self._sampled(record, path, offset)
+                self._sampled(record, place)
             else:
-                self._joined(record, path, offset)
+                self._joined(record, place)
         except (ValueError, KeyError, IndexError, TypeError, OSError):
             return  # damaged, or its sample was dropped
 
-    def _sampled(self, record: dict[str, Any], path: Path, offset: int) -> None:
-        kept: list[dict[str, Any]] = record["samples"]
-        samples = [SampleSummary(len(o["tokens"]), o["stop"], _mean(o.get("logprobs") or [])) for o in kept]
+    def _sampled(self, record: Record, place: Place) -> None:
+        samples = [
+            SampleSummary(len(o["tokens"]), o["stop"], _mean(o.get("logprobs"))) for o in record["samples"]
+        ]
+        prompt = len(record["prompt"])
         self.rollouts[record["id"]] = RolloutSummary(
-            record["id"], record["step"], record["group"], record["time"], path, offset,
-            len(record["prompt"]), samples,
-        )  # fmt: skip
+            record["id"], record["step"], record["group"], record["time"], place, prompt, samples
+        )
 
-    def _joined(self, record: dict[str, Any], path: Path, offset: int) -> None:
+    def _joined(self, record: Record, place: Place) -> None:
         known, index = self.rollouts[record["id"]], int(record["sample"])
         sample = known.samples[index]
         sample.advantage, sample.trained_at = record.get("advantage"), record["step"]
-        known.joined[index] = path, offset
-        if sample.logprob is not None and record["trainer"]:
-            sampled: list[float] = read_line(known.file, known.offset)["samples"][index]["logprobs"]
-            trainer: list[float] = record["trainer"]
-            sample.difference = _mean([abs(a - b) for a, b in zip(sampled, trainer, strict=False)])
+        known.joined[index] = place
+        if sample.logprob is not None:
+            sampled = read_record(*known.place)["samples"][index]["logprobs"]
+            sample.difference = _mean(np.abs(np.subtract(sampled, record["trainer"])))
 
 
 class RolloutReader:
@@ -121,18 +120,20 @@ class RolloutReader:
 
     def record(self, one: RolloutSummary, sample: int) -> dict[str, Any]:
         """Prompt, answer, logprobs and what training said of them."""
-        record = read_line(one.file, one.offset)
+        record = read_record(*one.place)
         fields = {"prompt": record["prompt"], **record["samples"][sample]}
+        if "top_tokens" in fields:
+            fields["topk"] = TopkLogprobs(fields.pop("top_tokens"), fields.pop("top_logprobs")).rows()
         if (joined := one.joined.get(sample)) is not None:
-            fields["joined"] = read_line(*joined)
-        return fields
+            fields["joined"] = _listed(read_record(*joined))
+        return _listed(fields)
 
 
-def read_line(path: Path, offset: int) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        file.seek(offset)
-        return orjson.loads(file.readline())
+def _listed(fields: Record) -> Record:
+    """Arrays as lists, logprobs with five digits."""
+    arrays: dict[str, np.ndarray] = {k: v for k, v in fields.items() if isinstance(v, np.ndarray)}
+    return fields | {name: np.round(array, 5).tolist() for name, array in arrays.items()}
 
 
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _mean(values: np.ndarray | list[float] | None) -> float | None:
+    return float(np.mean(values)) if values is not None and len(values) else None

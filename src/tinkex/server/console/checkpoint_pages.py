@@ -108,20 +108,15 @@ class CheckpointChanges:
             case "expire":
                 days = form.get("days", "").strip()
                 if days and not (days.isdecimal() and 1 <= int(days) <= 3650):
-                    raise Refusal(
-                        422, f"a number of days from 1 to 3650, or nothing for ever; got {days!r:.40}"
-                    )
+                    raise Refusal(422, f"days must be 1 to 3650, or nothing for ever; got {days!r:.40}")
                 ttl = int(days) * _DAY if days else None
                 ids = which.model_dump(include={"training_run_id", "checkpoint_id"})
-                await call(
-                    ops.SET_CHECKPOINT_TTL, SetCheckpointTTLRequest(**ids, ttl_seconds=ttl), visitor.caller
-                )
+                expiry = SetCheckpointTTLRequest(**ids, ttl_seconds=ttl)
+                await call(ops.SET_CHECKPOINT_TTL, expiry, visitor.caller)
             case other:
                 raise Refusal(404, f"nothing called {other!r:.40} can be done to a checkpoint")
-        run = form.get("run", "")
-        return self._site.redirect(
-            f"/console/checkpoints{'?' + urlencode({'run': run}) if run else ''}", request
-        )
+        only = f"?{urlencode({'run': run})}" if (run := form.get("run")) else ""
+        return self._site.redirect(f"/console/checkpoints{only}", request)
 
 
 def _which(path: str) -> CheckpointRequest:

@@ -122,10 +122,8 @@ class Playground:
         async with aclosing(events):
             async for one in events:
                 if isinstance(one, NewTokens):
-                    logprobs = one.logprobs_np
-                    yield server_sent(
-                        "tokens", {"ids": one.tokens, "pieces": texts.add(one.tokens), "logprobs": logprobs}
-                    )
+                    drawn = {"ids": one.tokens, "pieces": texts.add(one.tokens), "logprobs": one.logprobs_np}
+                    yield server_sent("tokens", drawn)
                 elif isinstance(one, PendingFuture):
                     yield server_sent("waits", {"why": one.queue_state_reason or "it waits for its turn"})
                 elif isinstance(one, SampleResponse):

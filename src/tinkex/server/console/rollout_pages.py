@@ -49,13 +49,16 @@ class RolloutGroup(NamedTuple):
 
     @property
     def logprob(self) -> float | None:
-        known = [s.summary.logprob for s in self.samples if s.summary.logprob is not None]
-        return sum(known) / len(known) if known else None
+        return _mean([s.summary.logprob for s in self.samples])
 
     @property
     def difference(self) -> float | None:
-        known = [s.summary.difference for s in self.samples if s.summary.difference is not None]
-        return sum(known) / len(known) if known else None
+        return _mean([s.summary.difference for s in self.samples])
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 ORDERS: dict[str, Callable[[RolloutGroup], float]] = {

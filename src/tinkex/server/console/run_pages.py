@@ -130,13 +130,12 @@ class RunPages:
         """The curves of a run and then what is added to them; and its state, when it changes."""
         mark, shown, turn, share = Mark(), b"", 0, self._streams.parts.get
         while True:
-            points, mark = await share(
-                (row.run_id, mark, by_time), TICK / 2, self._points(row, mark, by_time)
-            )
+            key = row.run_id, mark, by_time
+            points, mark = await share(key, TICK / 2, self._points(row, mark, by_time))
             yield points
             if (turn := turn + 1) % 2:  # the state is looked at every second time
-                key = row.run_id, visitor.name, visitor.scope
-                state = await share(key, TICK, self._state(row.run_id, visitor))
+                who = row.run_id, visitor.name, visitor.scope
+                state = await share(who, TICK, self._state(row.run_id, visitor))
                 if state != shown:
                     shown = state
                     yield state
@@ -200,9 +199,7 @@ class RunPages:
             )
             names |= dict.fromkeys(found)
             for name, curve in found.items():
-                if _by_time(request) and len(
-                    curve.x
-                ):  # seconds since it began: runs began at different times
+                if _by_time(request):  # seconds since it began: runs began at different times
                     curve = Curve(curve.x - run.row.created_at, curve.y)
                 curves[f"{name}@{index}"] = curve
         panels = [

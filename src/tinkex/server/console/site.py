@@ -89,9 +89,7 @@ class ConsoleSite:
 
         self.routes.append(Route(path, self._open(admitted), methods=list(methods) or ["GET"]))
 
-    def _open(
-        self, handler: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _open(self, handler: Handler) -> Handler:
         async def handle(request: Request) -> Response:
             try:
                 if not self.ready():

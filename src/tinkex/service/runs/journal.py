@@ -131,11 +131,7 @@ class Journal(_Contents):
     """
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        disk: DiskSyncs | None = None,
-        segment_bytes: int = SEGMENT_BYTES,
+        self, directory: Path, *, disk: DiskSyncs | None = None, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         super().__init__(directory, disk, segment_bytes)

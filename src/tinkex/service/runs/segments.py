@@ -139,11 +139,7 @@ class SegmentedLog:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        name: str,
-        disk: DiskSyncs | None = None,
-        segment_bytes: int = 0,
+        self, directory: Path, name: str, disk: DiskSyncs | None = None, segment_bytes: int = 0
     ) -> None:
         self.directory = directory
         self.name = name
