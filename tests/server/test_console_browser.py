@@ -197,8 +197,10 @@ def test_rollouts_show_tokens_and_what_training_made_of_them(tab: Tab, trainers:
     until(lambda: tab.go(f"/console/runs/{run.model_id}/rollouts?trained=1") and rows.count())  # not live
     page = tab.page
     finish(tab, "rollouts")
+    step = page.locator("table.runs tbody td").first.inner_text()
     page.click("table.runs tbody th a >> nth=0")
-    trained = page.locator(".sample", has_text="Trained at step").first  # the newest may not be, yet
+    expect(page.locator(".chart-tools label").first).to_contain_text(f"Step {step}")
+    trained = page.locator(".sample", has_text="Trained at step").first
     trained.scroll_into_view_if_needed()
     tokens = trained.locator(".tokens span")
     expect(tokens).to_have_count(12)
@@ -209,6 +211,12 @@ def test_rollouts_show_tokens_and_what_training_made_of_them(tab: Tab, trainers:
     page.select_option("#colour", "advantage")
     expect(token).to_have_class("g4")
     finish(tab, "rollout", whole=False)  # tokens of answers further down are not fetched yet
+    if step != "0":
+        page.locator("input[name=at]").press("Home")
+        expect(page.locator(".chart-tools label").first).to_contain_text("Step 0")
+        expect(page.locator(".sample .tokens span").first).to_have_class(re.compile("^g"))
+        expect(page.locator("#colour")).to_have_value("advantage")
+    tab.check()
 
 
 def test_checkpoints_are_copied_and_deleted_after_a_question(tab: Tab, trainers: list[Trainer]) -> None:

@@ -104,6 +104,27 @@ async def test_groups_know_the_step_that_their_sampler_was_made_at(keeping: Serv
     assert len({one.group for one in found}) == 1, "the same prompt over training"
 
 
+async def test_an_answer_that_comes_again_is_joined_at_the_step_that_drew_it(keeping: Service):
+    user, answer = User(keeping), np.array([8, 9], np.int32)
+    run, prompt = await user.run(), [5, 6, 7]
+    trained = list[list[float]]()
+    for step in range(3):
+        for _ in range(2):
+            observe(
+                keeping, run, SampledSequence("stop", "", answer, np.zeros(2, np.float32)), sampler=f"s{step}"
+            )
+        data = [as_datum(prompt, [8, 9], advantage) for advantage in (1.0, -0.5)]
+        trained += (await train(user, run, 1 + 2 * step, *data))[:1]
+    keeping.rollouts.flush()
+    reader = RolloutReader()
+    found = reader.list(keeping.home.run_dir(run))[::-1]
+    assert [(one.step, one.samples[0].trained_at) for one in found] == [(k // 2, k // 2) for k in range(6)]
+    assert [one.samples[0].advantage for one in found] == [1.0, -0.5] * 3
+    for one in found:
+        record = reader.record(one, 0)
+        assert record["joined"]["trainer"] == pytest.approx(trained[one.step][2:], abs=1e-4)
+
+
 async def test_a_full_budget_drops_the_oldest_and_no_request(home: Path):
     async with serving(home, keep_rollouts=1.0, rollout_bytes=16_000) as service:
         user = User(service)
@@ -202,11 +223,15 @@ async def test_lines_of_an_earlier_version_are_read_and_stay_as_they_are(keeping
 
 
 def observe(
-    service: Service, run: str, *sequences: SampledSequence, prompt: ModelInput | None = None
+    service: Service,
+    run: str,
+    *sequences: SampledSequence,
+    prompt: ModelInput | None = None,
+    sampler: str = "s",
 ) -> None:
     """As if a sampler of the run had answered."""
     session, number = run.split(":train:")
-    row = SamplerRow("s:sample:0", session, "u", "m", 0.0, adapter_dir=f"runs/{session}/train-{number}/x")
+    row = SamplerRow(sampler, session, "u", "m", 0.0, adapter_dir=f"runs/{session}/train-{number}/x")
     request = SampleRequest(prompt or ModelInput.from_ints([5, 6, 7]), SamplingParams(max_tokens=9))
     service.rollouts.sampled(row, 0.1, SampleResponse(list(sequences)), request)
 

@@ -45,10 +45,11 @@ class _Item(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """Where a sample is: the record's id, its index there, and the answer's length."""
+    """Where a sample is: the record's id, its index there, the sampler's step, and the answer's length."""
 
     record: int
     sample: int
+    step: int
     answer: int
 
 
@@ -162,7 +163,9 @@ class RolloutRecorder:
                 sample["top_logprobs"] = likely.logprobs[:, :LIKELY]
             samples.append(sample)
             whole = _hash(tokens, before.copy()).digest()
-            known.setdefault(whole, []).append(_Known(number, index, len(tokens)))
+            # The same answer of an older policy is not what a later pass trains on.
+            same = [one for one in known.pop(whole, ()) if one.step == fields["step"]]
+            known[whole] = [*same, _Known(number, index, fields["step"], len(tokens))]
         while len(known) > KNOWN:
             known.popitem(last=False)
         group = before.hexdigest()[:12]

@@ -111,7 +111,7 @@ class RolloutPages:
             tokens = self._reader.record(group.samples[0].rollout, 0)["prompt"]
         except (OSError, ValueError, IndexError):
             return "dropped meanwhile"
-        text = "".join(pieces(tokens[-400:], table))
+        text = " ".join("".join(pieces(tokens[-400:], table)).split())
         return text if len(text) <= PREVIEW else f"… {text[-PREVIEW:]}"
 
     async def show(self, request: Request, visitor: Visitor) -> Response:
@@ -121,8 +121,10 @@ class RolloutPages:
             raise not_found(f"a rollout {wanted} of run {run.row.run_id}")
         groups.sort(key=lambda group: group.step)
         steps = [group.step for group in groups]
-        at = request.query_params.get("at", "")
+        at, step = (request.query_params.get(name, "") for name in ("at", "step"))
         index = min(int(at), len(steps) - 1) if at.isdecimal() and len(at) < 9 else len(steps) - 1
+        if step.isdecimal() and len(step) < 9 and int(step) in steps:
+            index = steps.index(int(step))
         part = request.headers.get("hx-target") == "group"
         group = groups[index]._replace(samples=groups[index].samples[:MOST_SAMPLES])
         return self._site.render(

@@ -14,7 +14,21 @@ let plots = new Map();      // title -> {figure, value, plot}
 let zoom = null;            // [low, high], while a part is shown
 let drawing = 0;
 
-const shown = (v) => v == null ? "–" : Math.abs(v) >= 1e5 || (v !== 0 && Math.abs(v) < 1e-3) ? v.toExponential(2) : String(+v.toPrecision(4));
+const shown = (v) => v == null ? "–" : Math.abs(v) >= 1e5 ? v.toExponential(2) : String(+v.toPrecision(4));
+const WHOLE = Array.from({ length: 27 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));   // steps between ticks
+
+// The labels of an axis: as many digits as tell its ticks apart.
+function labels(u, ticks, axis, space, step) {
+  const power = Math.floor(Math.log10(step) + 1e-9), half = Math.abs(step / 10 ** power - 2.5) < 0.01;
+  const digits = Math.max(0, Math.min(9, (half ? 1 : 0) - power));
+  const most = Math.max(...ticks.map((v) => Math.abs(v ?? 0)));
+  const one = (v) => most >= 1e5 || most < 1e-3 ? (+v.toPrecision(3)).toExponential() : v.toFixed(digits);
+  return ticks.map((v) => v == null ? "" : v === 0 ? "0" : u.scales.y.distr === 3 ? shown(v) : one(v));
+}
+
+const room = (u, values) => 20 + 7 * Math.max(4, ...(values ?? []).map((v) => v.length));
+// Of values that are all 0, which uPlot would draw up to 100.
+const range = (u, low, high) => low == null ? [low, high] : low === 0 && high === 0 ? [-1, 1] : uPlot.rangeNum(low, high, 0.1, true);
 
 function smooth(y, weight) {
   if (!weight) return y;
@@ -46,8 +60,8 @@ function options(panel, there, raw, width) {
   const few = there.some(([key]) => curves[key].x.length < 3);
   return {
     width, height: 190, legend: { show: false }, cursor: { sync: { key: "console" }, drag: { x: true, y: false } },
-    scales: { x: { time: Boolean(wallClock), distr: logX && !wallClock ? 3 : 1 }, y: { distr: logY ? 3 : 1 } },
-    axes: [axis, { ...axis, size: 62, values: (_, ticks) => ticks.map((v) => v == null ? "" : shown(v)) }],
+    scales: { x: { time: Boolean(wallClock), distr: logX && !wallClock ? 3 : 1 }, y: logY ? { distr: 3 } : { range } },
+    axes: [byTime || logX ? axis : { ...axis, incrs: WHOLE }, { ...axis, size: room, values: labels }],
     series: [{}, ...(raw ? there.map((l, i) => line(l, i, true)) : []), ...there.map((l, i) => ({ ...line(l, i, false), points: { show: few } }))],
     hooks: {
       setCursor: [(u) => caption(panel, u)],

@@ -1,7 +1,8 @@
 // The answers of a group: their tokens are fetched when they come into view.
 import { fill, paint } from "./tokens.js";
 
-const colour = () => document.getElementById("colour").value;
+let chosen = "logprob";     // stays while the step is changed
+const colour = () => chosen;
 
 async function load(sample, first) {
   const response = await fetch(sample.dataset.tokens, { headers: { accept: "application/json" } });
@@ -21,7 +22,12 @@ function begin() {
     for (const { isIntersecting, target } of entries) if (isIntersecting) { seen.unobserve(target); load(target, target === samples[0]); }
   });
   samples.forEach((sample) => seen.observe(sample));
-  document.getElementById("colour")?.addEventListener("change", () => document.querySelectorAll(".sample .tokens span").forEach((one) => paint(one, colour())));
+  const select = document.getElementById("colour");
+  select.value = chosen;
+  select.addEventListener("change", () => {
+    chosen = select.value;
+    document.querySelectorAll(".sample .tokens span").forEach((one) => paint(one, chosen));
+  });
 }
 
 document.addEventListener("htmx:afterSwap", begin);
