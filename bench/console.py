@@ -18,12 +18,14 @@ turn as fast as they answer. It tells the server's CPU for 1,000 sampled tokens.
 or the CPU engine with random weights of a shape of bench/shapes.py.
 
 With --recorder there is no server: the recorder is given rollouts, and then the passes that train on them.
+Without other work its thread wakes up with cold caches, so this is about the most that it takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import os
 import re
 import socket
@@ -34,10 +36,16 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
+import numpy as np
+
 from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+from tinkex.types.outputs import SampledSequence, SampleResponse, TopkLogprobs
+from tinkex.types.sampling import SampleRequest
+from tinkex.types.tensor import TensorData
 
 KEY, MODEL = "tml-bench", "m/base"
 PACE = 4  # steps, and sample requests, a second
@@ -266,6 +274,58 @@ def capture(engine: str, tokens: int, likely: int, seconds: float, rounds: int) 
             client.close()
 
 
+def recording(rounds: int) -> None:
+    """CPU of the recorder alone for what a server gives it in GATHERED seconds at 20,000 tokens a second."""
+    from tinkex.service.rollouts import GATHERED, RolloutRecorder
+
+    print("tokens of a sample, likely ones: CPU for 1,000 tokens that were sampled, and trained on")
+    for tokens, likely in itertools.product((64, 128, 256, 512), (0, 5)):
+        count = max(1, round(20_000 * GATHERED / (4 * tokens)))
+        requests, passes = zip(*(rollout(tokens, likely, seed) for seed in range(count)), strict=True)
+        found: list[list[float]] = [[], []]
+        with tempfile.TemporaryDirectory() as directory:
+            place = Path(directory)
+            home: Any = SimpleNamespace(run_dir=lambda _: place)  # type: ignore[reportUnknownLambdaType]
+            recorder = RolloutRecorder(home, 1.0, 1 << 28, lambda _: 0)
+            for number in range(2 * rounds):
+                began = time.process_time()
+                for given in passes if number % 2 else requests:
+                    recorder.worked(given, 0.1) if number % 2 else recorder.sampled(*given)
+                time.sleep(2 * GATHERED)
+                recorder.flush()
+                found[number % 2].append((time.process_time() - began) / (count * 4 * tokens) * 1e6)
+            recorder.stop()
+        sampled, trained = map(statistics.median, found)
+        print(f"{tokens:5} {likely:3}: {sampled:.3f} ms, {trained:.3f} ms", flush=True)
+
+
+def rollout(tokens: int, likely: int, seed: int) -> tuple[Any, Any]:
+    """What a recorder is told of four answers to one prompt, and of the pass that trains on them."""
+    draw = np.random.default_rng(seed)
+    prompt = draw.integers(0, 49_000, 128).astype(np.int32)
+    answers, data, outputs = list[SampledSequence](), list[Datum](), list[Any]()
+    for k in range(4):
+        answer = draw.integers(0, 49_000, tokens).astype(np.int32)
+        logprobs = -draw.exponential(0.5, tokens).astype(np.float32)
+        top = draw.integers(0, 49_000, (tokens, likely)).astype(np.int32)
+        listed = TopkLogprobs(top, -draw.exponential(2.0, top.shape).astype(np.float32)) if likely else None
+        answers.append(SampledSequence("length", "", answer, logprobs, listed))
+        whole, before = np.concatenate([prompt, answer]), np.zeros(127, np.float32)
+        inputs = {"target_tokens": whole[1:], "logprobs": np.concatenate([before, logprobs]),
+                  "advantages": np.concatenate([before, np.full(tokens, k - 1.5, np.float32)])}  # fmt: skip
+        data.append(Datum(ModelInput.from_ints(whole[:-1]), inputs))
+        outputs.append({"logprobs": TensorData.from_numpy(inputs["logprobs"])})
+    row = SimpleNamespace(adapter_dir="runs/s/train-0/adapter", sampler_id="s:sample:0")
+    params = SamplingParams(max_tokens=tokens)
+    request = SampleRequest(ModelInput.from_ints(prompt), params, 4, topk_sample_logprobs=likely)
+    outcome = SimpleNamespace(loss_fn_outputs=outputs)
+    work = SimpleNamespace(
+        backward=True, run=SimpleNamespace(id="s:train:0"), tokens=4 * (127 + tokens),
+        future=SimpleNamespace(failed=False, outcome=outcome), one_pass=SimpleNamespace(data=data),
+    )  # fmt: skip
+    return (row, 0.1, SampleResponse(answers), request), work
+
+
 def keeping(seconds: float, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         clients = [Client(Path(directory) / share, "--keep-rollouts", share) for share in ("0", "1")]
@@ -292,7 +352,11 @@ if __name__ == "__main__":
     parser.add_argument("--capture", metavar="ENGINE", help="rollouts alone: fake, or a shape of shapes.py")
     parser.add_argument("--tokens", type=int, default=64, help="of a sample, with --capture")
     parser.add_argument("--likely", type=int, default=0, help="tokens listed for each, with --capture")
+    parser.add_argument("--recorder", action="store_true", help="rollouts alone, without a server")
     given = parser.parse_args()
+    if given.recorder:
+        recording(given.rounds)
+        raise SystemExit
     if given.capture:
         capture(given.capture, given.tokens, given.likely, given.seconds, given.rounds)
         raise SystemExit
