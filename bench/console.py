@@ -284,8 +284,7 @@ def recording(rounds: int) -> None:
         requests, passes = zip(*(rollout(tokens, likely, seed) for seed in range(count)), strict=True)
         found: list[list[float]] = [[], []]
         with tempfile.TemporaryDirectory() as directory:
-            place = Path(directory)
-            home: Any = SimpleNamespace(run_dir=lambda _: place)  # type: ignore[reportUnknownLambdaType]
+            home: Any = SimpleNamespace(run_dir={"s:train:0": Path(directory)}.__getitem__)
             recorder = RolloutRecorder(home, 1.0, 1 << 28, lambda _: 0)
             for number in range(2 * rounds):
                 began = time.process_time()

@@ -289,7 +289,7 @@ async def test_what_waits_is_bounded_by_its_tokens(keeping: Service, monkeypatch
     monkeypatch.setattr(rollouts, "write", lambda *_: stuck.wait(20))
     large, small = (SampledSequence("stop", "", np.zeros(count, np.int32)) for count in (200, 30))
     observe(keeping, run, large)  # alone it may be as large as it is
-    assert (keeping.rollouts.dropped, keeping.rollouts._written_items) == (0, 0)
+    assert (keeping.rollouts.dropped, keeping.rollouts._written_tokens) == (0, 0)
     observe(keeping, run, small)
     assert keeping.rollouts.dropped == 1
     stuck.set()

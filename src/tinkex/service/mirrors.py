@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,9 @@ class MetricMirror:
                 self.dropped += 1
         process = self._process
         if process is not None and process.stdin is not None:
-            try:
+            with suppress(OSError, subprocess.TimeoutExpired):
                 process.stdin.close()
                 process.wait(PATIENCE)
-            except (OSError, subprocess.TimeoutExpired):
-                pass
 
     def _deliver(self, line: bytes) -> bool:
         try:
@@ -98,9 +97,8 @@ class MetricMirror:
         if self._process is None and time.monotonic() >= self._next_start:
             self.starts += 1
             self._directory.mkdir(parents=True, exist_ok=True)
-            command = [
-                sys.executable, "-m", "tinkex.service.mirror_process", self.kind, str(self._directory)
-            ]  # fmt: skip
+            place = str(self._directory)
+            command = [sys.executable, "-m", "tinkex.service.mirror_process", self.kind, place]
             # In a session of its own: a Ctrl-C is the server's, which then ends this one in order.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=child_environment(),

@@ -6,8 +6,8 @@ Takes no lock: a file that is dropped or being written while it is read costs wh
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -104,16 +104,11 @@ class RolloutReader:
     """The rollouts of all runs. Any thread may ask."""
 
     def __init__(self) -> None:
-        self._runs: OrderedDict[Path, _Index] = OrderedDict()
-        self._lock = threading.Lock()
+        self._index_of = lru_cache(KEPT_RUNS)(_Index)
 
     def list(self, run_directory: Path) -> list[RolloutSummary]:
         """All of a run that are kept, newest first."""
-        with self._lock:
-            index = self._runs.setdefault(run_directory, _Index(run_directory / DIRECTORY))
-            self._runs.move_to_end(run_directory)
-            if len(self._runs) > KEPT_RUNS:
-                self._runs.popitem(last=False)
+        index = self._index_of(run_directory / DIRECTORY)
         with index.lock:
             index.update()
             return sorted(index.rollouts.values(), key=lambda one: one.id, reverse=True)

@@ -15,7 +15,7 @@ import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,12 +61,12 @@ class RolloutRecorder:
         self._waiting = deque[_Item]()
         self._awake, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._steps: OrderedDict[str, int] = OrderedDict()  # at which samplers were made, about
+        self._step_of = lru_cache(KNOWN)(self._first_step)
         self._kept: set[str] = set()  # runs of which anything is known
-        self._put_items = self._put_tokens = self.dropped = 0
-        # Of the thread alone; others read the first two:
-        self._written_items = self._written_tokens = 0
-        self._known: OrderedDict[str, OrderedDict[bytes, list[_Known]]] = OrderedDict()
+        self._put_tokens = self.dropped = 0
+        # Of the thread alone; others read the first:
+        self._written_tokens = 0
+        self._known_of = lru_cache(RUNS)(_nothing_known)
         self._number = 0  # of the last record
 
     # -- on the event loop: nothing but a look and a put --------------------------------------------------
@@ -80,20 +80,19 @@ class RolloutRecorder:
         prompt = request.prompt.to_numpy()
         if not _chosen(prompt, row.sampler_id, self._rate):
             return
-        step = self._steps.get(row.sampler_id)
-        if step is None:
-            step = self._steps[row.sampler_id] = self._steps_of(run_id)
-            if len(self._steps) > KNOWN:
-                self._steps.popitem(last=False)
         self._kept.add(run_id)
         answers = outcome.sequences
         drawn = sum(len(one.tokens_np) for one in answers if one.tokens_np is not None)
         fields: Record = {
-            "time": round(time.time(), 3), "step": step, "sampler": row.sampler_id,
-            "temperature": request.sampling_params.temperature,
+            "time": round(time.time(), 3), "step": self._step_of(run_id, row.sampler_id),
+            "sampler": row.sampler_id, "temperature": request.sampling_params.temperature,
         }  # fmt: skip
         tokens = len(prompt) + drawn * (1 + request.topk_sample_logprobs)
         self._put(_Item(run_id, tokens, partial(self._sample, run_id, prompt, answers, fields)))
+
+    def _first_step(self, run_id: str, sampler: str) -> int:
+        """At which a sampler was made, about."""
+        return self._steps_of(run_id)
 
     def worked(self, work: Execution, seconds: float) -> None:
         run_id, one_pass = work.run.id, work.one_pass
@@ -109,7 +108,7 @@ class RolloutRecorder:
         if len(self._waiting) >= WAITING or (behind and behind + item.tokens > WAITING_TOKENS):
             self.dropped += 1
             return
-        self._put_items, self._put_tokens = self._put_items + 1, self._put_tokens + item.tokens
+        self._put_tokens += item.tokens
         self._waiting.append(item)
         if not self._awake.is_set():
             self._awake.set()
@@ -123,8 +122,8 @@ class RolloutRecorder:
 
     def flush(self, seconds: float = 5.0) -> None:
         """Wait until what was put so far is written; for tests."""
-        deadline, put = time.monotonic() + seconds, self._put_items
-        while self._written_items < put and time.monotonic() < deadline:
+        deadline, put = time.monotonic() + seconds, self._put_tokens
+        while self._written_tokens < put and time.monotonic() < deadline:
             time.sleep(0.005)
 
     # -- on the thread -----------------------------------------------------------------------------------
@@ -146,7 +145,6 @@ class RolloutRecorder:
             with _warning(run_id):
                 write(self._home.run_dir(run_id) / DIRECTORY, self._budget, records)
         self._written_tokens += sum(item.tokens for item in items)
-        self._written_items += len(items)
 
     def _sample(
         self, run_id: str, prompt: np.ndarray, answers: Sequence[SampledSequence], fields: Record
@@ -207,12 +205,9 @@ class RolloutRecorder:
                     record["advantage"] = round(float(part.mean() if differ else part[0]), 6)
                 yield record
 
-    def _known_of(self, run_id: str) -> OrderedDict[bytes, list[_Known]]:
-        known = self._known.setdefault(run_id, OrderedDict())
-        self._known.move_to_end(run_id)
-        if len(self._known) > RUNS:
-            self._known.popitem(last=False)
-        return known
+
+def _nothing_known(run_id: str) -> OrderedDict[bytes, list[_Known]]:
+    return OrderedDict()
 
 
 @contextmanager

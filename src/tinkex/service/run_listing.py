@@ -40,18 +40,12 @@ class RunListing:
         model = self._models.find(row.base_model)
         engine = await model.load()
         tokenizer = await asyncio.to_thread(model.tokenizer_dir) if caller.same_machine else None
-        data = training.ModelData(
-            arch=engine.info.arch,
-            model_name=row.base_model,
-            tokenizer_id=None if tokenizer is None or ":" in str(tokenizer) else str(tokenizer),
-        )
+        named = None if tokenizer is None or ":" in str(tokenizer) else str(tokenizer)
+        data = training.ModelData(arch=engine.info.arch, model_name=row.base_model, tokenizer_id=named)
         return training.GetInfoResponse(
-            model_id=row.run_id,
-            model_data=data,
-            is_lora=True,
-            lora_rank=row.lora.rank,
+            model_id=row.run_id, model_data=data, is_lora=True, lora_rank=row.lora.rank,
             model_name=row.base_model,
-        )
+        )  # fmt: skip
 
     async def get_training_run(
         self, request: training.GetTrainingRunRequest, caller: Caller
@@ -77,26 +71,17 @@ class RunListing:
         checkpoints = {key: shown(row) for key, row in latest.items()}
         return [
             training.TrainingRun(
-                training_run_id=row.run_id,
-                base_model=row.base_model,
-                model_owner=row.owner,
-                is_lora=True,
-                corrupted=row.corrupted,
-                lora_rank=row.lora.rank,
+                training_run_id=row.run_id, base_model=row.base_model, model_owner=row.owner,
+                is_lora=True, corrupted=row.corrupted, lora_rank=row.lora.rank,
                 last_request_time=datetime.fromtimestamp(row.last_request_at, UTC),
                 last_checkpoint=checkpoints.get((row.run_id, "weights")),
                 last_sampler_checkpoint=checkpoints.get((row.run_id, "sampler_weights")),
-                user_metadata=texts(row.user_metadata) or None,
-                status=status,
-                status_reason=reason,
-                name=row.name or None,
-                tags=row.tags or None,
-                steps=row.steps,
-                tokens=row.tokens,
+                user_metadata=texts(row.user_metadata) or None, status=status, status_reason=reason,
+                name=row.name or None, tags=row.tags or None, steps=row.steps, tokens=row.tokens,
             )
             for row in rows
             for status, reason in [self._status(row)]
-        ]
+        ]  # fmt: skip
 
     def _status(self, row: RunRow) -> tuple[training.RunStatus, str | None]:
         """Whether a run failed, was interrupted, is over or goes on; and why."""

@@ -22,6 +22,9 @@ from tinkex.wire import ops
 
 MOST = 500  # checkpoints of one page
 _DAY = 86400
+_VERBS = {
+    "publish": ops.PUBLISH_CHECKPOINT, "unpublish": ops.UNPUBLISH_CHECKPOINT, "delete": ops.DELETE_CHECKPOINT,
+}  # fmt: skip
 
 
 @dataclass
@@ -96,15 +99,10 @@ class CheckpointChanges:
 
     async def change(self, request: Request, visitor: Visitor) -> Response:
         form, call = await self._site.form(request), self._service.call
-        path = form.get("path", "")
-        which = _which(path)
+        which = _which(form.get("path", ""))
         match request.path_params["verb"]:
-            case "publish":
-                await call(ops.PUBLISH_CHECKPOINT, which, visitor.caller)
-            case "unpublish":
-                await call(ops.UNPUBLISH_CHECKPOINT, which, visitor.caller)
-            case "delete":
-                await call(ops.DELETE_CHECKPOINT, which, visitor.caller)
+            case "publish" | "unpublish" | "delete" as verb:
+                await call(_VERBS[verb], which, visitor.caller)
             case "expire":
                 days = form.get("days", "").strip()
                 if days and not (days.isdecimal() and 1 <= int(days) <= 3650):

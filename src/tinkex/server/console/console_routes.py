@@ -36,12 +36,9 @@ def server_console(gateway: Gateway, secret: bytes) -> list[Route]:
         counts["console", status] += 1
 
     site = ConsoleSite(
-        KeyVisitors(gateway.authenticator, secret, gateway.public_url),
-        urlsplit(gateway.public_url).path,
-        ready=lambda: service.ready,
-        clean=gateway.without_paths,
-        count=count,
-    )
+        KeyVisitors(gateway.authenticator, secret, gateway.public_url), urlsplit(gateway.public_url).path,
+        ready=lambda: service.ready, clean=gateway.without_paths, count=count,
+    )  # fmt: skip
     data = ConsoleData(service.ledger, service.home, service.config.session_lapse, LiveService(service))
     streams = LiveStreams(lambda: gateway.draining)
     texts = ServedTokenTexts(service)

@@ -71,28 +71,25 @@ class NowPage:
         sessions.sort(key=lambda row: row.created_at, reverse=True)
         errors = [one for one in reversed(metrics.errors) if caller.owns(one.owner)]
         return {
-            "sessions": sessions[:MOST],
-            "seen": service.activity.seen,
+            "sessions": sessions[:MOST], "seen": service.activity.seen,
             "others": len(service.activity.seen) - len(sessions),
             "engines": (engines := [self._engine(model, visitor) for model in service.models]),
             "nodes": _nodes(await self._gpus.read(), engines),
             "rates": metrics.rates(time.monotonic()),
             "latencies": _latencies(metrics),
             "errors": errors[:MOST],
-        }
+        }  # fmt: skip
 
     def _engine(self, model: ServedModel, visitor: Visitor) -> dict[str, Any]:
         """One base model: who is executed and who waits at its trainers, and what its engine reports."""
         engine, trainers = model.engine, list[dict[str, Any]]()
         for number, part in enumerate(model.trainers):
             executed, waiting = self._service.runs.order(part)
-            trainers.append(
-                {
-                    "name": "" if len(model.trainers) == 1 else f"Trainer {number}: ",
-                    "trouble": part.trouble if part is not model else "",
-                    "executed": self._runs(executed, visitor), "waiting": self._runs(waiting, visitor),
-                }
-            )  # fmt: skip
+            trainers.append({
+                "name": "" if len(model.trainers) == 1 else f"Trainer {number}: ",
+                "trouble": part.trouble if part is not model else "",
+                "executed": self._runs(executed, visitor), "waiting": self._runs(waiting, visitor),
+            })  # fmt: skip
         beat = None if engine is None else engine.heartbeat()
         processes = engine.processes() if isinstance(engine, PartitionedEngine) else []
         return {

@@ -7,13 +7,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.console.event_pages import LiveStreams
-from tinkex.server.console.site import ConsoleSite
+from tinkex.server.console.site import ConsoleSite, as_json
 from tinkex.server.console.token_texts import TokenPieces, TokenTexts, pieces, top_texts
 from tinkex.server.console.visitors import Visitor
 from tinkex.server.openai.drawing import tokenizer_of
@@ -97,8 +96,7 @@ class Playground:
         base = self._base(asked, visitor)
         tokens = await self._prompt(asked, base)
         table = await self._texts.table(base)
-        body = orjson.dumps({"ids": tokens, "pieces": pieces(tokens, table)})
-        return Response(body, media_type="application/json")
+        return as_json({"ids": tokens, "pieces": pieces(tokens, table)})
 
     async def sample(self, request: Request, visitor: Visitor) -> Response:
         asked = await self._read(request)

@@ -7,12 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.console.console_data import ConsoleData
-from tinkex.server.console.site import ConsoleSite
+from tinkex.server.console.site import ConsoleSite, as_json
 from tinkex.server.console.token_texts import TokenTexts, pieces, top_texts
 from tinkex.server.console.visitors import Visitor
 from tinkex.service.refusal import Refusal, not_found
@@ -144,15 +143,9 @@ class RolloutPages:
             raise Refusal(404, "this rollout was dropped meanwhile: newer ones took its room") from error
         table = await self._texts.table(row.base_model)
         joined: dict[str, Any] = record.get("joined", {})
-        top = top_texts(record.get("topk") or [], table)
-        return Response(
-            orjson.dumps(
-                {
-                    "prompt": pieces(record["prompt"], table), "answer": pieces(record["tokens"], table),
-                    "ids": record["tokens"], "logprobs": record.get("logprobs"), "top": top,
-                    "trainer": joined.get("trainer"), "advantage": joined.get("advantage"),
-                    "advantages": joined.get("advantages"),
-                }
-            ),
-            media_type="application/json",
-        )  # fmt: skip
+        return as_json({
+            "prompt": pieces(record["prompt"], table), "answer": pieces(record["tokens"], table),
+            "ids": record["tokens"], "logprobs": record.get("logprobs"),
+            "top": top_texts(record.get("topk") or [], table),
+            **{name: joined.get(name) for name in ("trainer", "advantage", "advantages")},
+        })  # fmt: skip

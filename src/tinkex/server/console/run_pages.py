@@ -8,13 +8,12 @@ from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.console.console_data import ConsoleData, ShownRun
 from tinkex.server.console.event_pages import LiveStreams, next_tick
-from tinkex.server.console.site import ConsoleSite
+from tinkex.server.console.site import ConsoleSite, as_json
 from tinkex.server.console.visitors import Visitor
 from tinkex.server.stream_sample import server_sent
 from tinkex.service.refusal import Refusal
@@ -120,7 +119,7 @@ class RunPages:
         curves, _, _ = await asyncio.to_thread(
             self._data.series.read, self._data.directory(row), by_time=_by_time(request), view=_view(request)
         )
-        return _json(_chart_data(curves, anew=True))
+        return as_json(_chart_data(curves, anew=True))
 
     async def events(self, request: Request, visitor: Visitor) -> Response:
         row = self._data.row(request.path_params["run_id"], visitor)
@@ -189,8 +188,7 @@ class RunPages:
 
     async def compared_curves(self, request: Request, visitor: Visitor) -> Response:
         runs = self._compared(request, visitor)
-        curves: dict[str, Curve] = {}
-        names: dict[str, None] = {}
+        curves, names = dict[str, Curve](), dict[str, None]()
         view = _view(request)._replace(pixels=max(60, 800 // max(1, len(runs))))
         for index, run in enumerate(runs):
             directory = self._data.directory(run.row)
@@ -208,11 +206,7 @@ class RunPages:
             for title, metrics in _panels(names)
             for name in metrics
         ]  # fmt: skip
-        return _json({"anew": True, "panels": panels, "curves": _plain(curves)})
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+        return as_json({"anew": True, "panels": panels, "curves": _plain(curves)})
 
 
 def _link(query: RunQuery) -> Any:

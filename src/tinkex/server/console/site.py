@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote
 
+import orjson
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -212,6 +213,10 @@ class ConsoleSite:
             raise Refusal(404, "there is no such file")
         kind = _TYPES[Path(request.path_params["file"]).suffix]
         return Response(known, 200, {"cache-control": "public, max-age=31536000, immutable"}, kind)
+
+
+def as_json(value: Any) -> Response:
+    return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
 
 
 def _static_files() -> tuple[dict[str, bytes], str]:
