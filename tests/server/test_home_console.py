@@ -171,6 +171,26 @@ class Getter:
         return found[1].decode()
 
 
+def test_a_server_without_keys_shows_what_scripts_of_its_home_trained(
+    start: Callable[..., Running], home: Path
+) -> None:
+    server = start(home=home)
+    anybody = Getter(server.server.address[1])
+    anybody.log_in("tml-whatever")
+    listed = anybody("/console/runs").body
+    assert b"aaaa:train:0" in listed
+    assert b"bbbb:train:0" not in listed
+    assert [anybody(f"/console/runs/{one}:train:0").status for one in ("aaaa", "bbbb")] == [200, 404]
+    key = "tml-" + "a" * 40
+    server.server.service.ledger.add_key(
+        name="ann", note="", hash=hash_key(key), owner="ann", project_id=None, created_at=time.time()
+    )
+    ann = Getter(server.server.address[1])
+    ann.log_in(key)
+    assert b"train:0" not in ann("/console/runs").body
+    assert ann("/console/runs/aaaa:train:0").status == 404
+
+
 def test_only_an_administrators_key_sees_what_is_everybodys(start: Callable[..., Running]) -> None:
     server = start()
     ledger, keys = server.server.service.ledger, {"boss": "tml-" + "b" * 40, "ann": "tml-" + "a" * 40}
