@@ -30,7 +30,6 @@ def main() -> None:
 
     with tinkex.ServiceClient() as service:
         run = service.create_lora_training_client(options.model, rank=16)
-        print("watch it:", run.get_console_url(), "or, without a server, `tinkex console`")
         teacher = service.create_sampling_client(base_model=options.teacher)
         tokenizer = run.get_tokenizer()
         prompts = [tinkex.render_chat(tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS]

@@ -46,7 +46,6 @@ def main() -> None:
 
     with tinkex.ServiceClient() as service:
         run = service.create_lora_training_client(options.model, rank=16)
-        print("watch it:", run.get_console_url(), "or, without a server, `tinkex console`")
         tokenizer = run.get_tokenizer()
         data = []
         for line in options.pairs.read_text().splitlines():

@@ -43,7 +43,6 @@ def main() -> None:
 
     with tinkex.ServiceClient() as service:
         run = service.create_lora_training_client(options.model, rank=16)
-        print("watch it:", run.get_console_url(), "or, without a server, `tinkex console`")
         tokenizer = run.get_tokenizer()
         prompts = [tinkex.render_chat(tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS]
         params = tinkex.SamplingParams(max_tokens=options.max_tokens, temperature=1.0)

@@ -33,7 +33,6 @@ def main() -> None:
 
     with tinkex.ServiceClient() as service:
         run = service.create_lora_training_client(options.model, rank=options.rank)
-        print("watch it:", run.get_console_url(), "or, without a server, `tinkex console`")
         tokenizer = run.get_tokenizer()
         lines = options.data.read_text().splitlines()
         data = [chat_datum(tokenizer, json.loads(line)["messages"]) for line in lines if line.strip()]

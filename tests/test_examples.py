@@ -54,7 +54,6 @@ def test_sft_then_evaluate_then_chat(model: Path, home: Path, tmp_path: Path) ->
     said = run(
         "sft", "data.jsonl", "--model", model, "--steps", 30, "--learning-rate", 1e-2, home=home, cwd=tmp_path
     )
-    assert re.search(r"watch it: file://\S+ or, without a server, `tinkex console`\n", said)
     losses = numbers(said, "nll")
     assert len(losses) == 30
     assert losses[-1] < 0.1 * losses[0]
