@@ -302,6 +302,15 @@ def test_steps_done_together_are_no_more_of_one_owner_than_one_by_one():
     assert [len(batch) for batch in drain(scheduler)] == [BARRIERS_A_ROUND, 1, BARRIERS_A_ROUND]
 
 
+def test_all_steps_of_an_owner_who_is_alone_come_first_so_that_the_passes_behind_them_share_a_batch():
+    scheduler, count = Scheduler(batch_tokens=100 * BUDGET), 3 * BARRIERS_A_ROUND
+    for n in range(count):
+        scheduler.open(f"run{n}", "alone")
+        scheduler.submit(step(f"run{n}", 1), 0.0)
+        scheduler.submit(work(f"run{n}", 2), 0.0)
+    assert [len(batch) for batch in drain(scheduler)] == 3 * [BARRIERS_A_ROUND] + [count]
+
+
 def in_turn(scheduler: Scheduler, *runs: str) -> None:
     """Each has had a pass and a step, came back 4 ms later, has had them again, and rests since second 8."""
     for run in runs:

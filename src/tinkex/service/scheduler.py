@@ -17,12 +17,12 @@ less.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain, count
 
 from tinkex.service.barrier_costs import LONG, BarrierCosts
 
@@ -151,7 +151,7 @@ class Scheduler:
         self._usual: float | None = None  # seconds that a token takes
         self._barriers: defaultdict[str, int] = defaultdict(int)  # this round, by owner
         self._costs = BarrierCosts()
-        self._turns = itertools.count(1)
+        self._turns = count(1)
         self._began = 0.0  # the last micro-batch
         self._patience = 0.0  # how long the next batch may wait
         self._ready_since: float | None = None  # when a pass was ready for the first time since then
@@ -321,6 +321,8 @@ class Scheduler:
         """The next barrier; if it shares, also those that follow it and share."""
         chosen: list[QueuedRequest] = []
         ready = [head for head in heads if not head.is_pass and not self._must_wait(head, heads)]
+        if all(w.shares for w in ready) and len(set(map(self._owner, chain(heads, *self._under_way)))) == 1:
+            self._barriers.clear()  # steps of an owner who is alone: the passes behind them share a batch
         while ready := [w for w in ready if self._barriers[self._owner(w)] < BARRIERS_A_ROUND]:
             barrier = min(ready, key=lambda w: (self._barriers[self._owner(w)], self._served[self._owner(w)]))
             if chosen and not barrier.shares:
@@ -338,7 +340,7 @@ class Scheduler:
     def _must_wait(self, barrier: QueuedRequest, heads: list[QueuedRequest]) -> bool:
         """Does it take long, and has an owner who was served less anything ready?"""
         served = self._served[self._owner(barrier)]
-        ready = itertools.chain(heads, *self._under_way)
+        ready = chain(heads, *self._under_way)
         return self._is_long(barrier) and any(self._served[self._owner(work)] < served for work in ready)
 
     def _fill(self, heads: list[QueuedRequest]) -> list[QueuedRequest]:

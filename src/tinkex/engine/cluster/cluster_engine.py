@@ -230,8 +230,7 @@ class ClusterEngine:
 
     def _look(self) -> None:
         """Take the samplers' reports; one that is gone is noticed even if nobody asks it."""
-        samplers = [*self.sampler.samplers.values()]
-        asked = {sampler.actor.beat.remote(): sampler for sampler in samplers}
+        asked = {sampler.actor.beat.remote(): sampler for sampler in [*self.sampler.samplers.values()]}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=1.0) if asked else ([], [])
         for reference in answered:
             sampler = asked[reference]

@@ -56,9 +56,8 @@ class RemoteSampler:
     load: int = 0  # sequences under way
     alive: bool = True
     leaving: bool = False  # it gets no new requests
-    adapters: dict[str, Future[None]] = field(
-        default_factory=dict[str, "Future[None]"]
-    )  # there, or on the way
+    # There, or on the way.
+    adapters: dict[str, Future[None]] = field(default_factory=dict[str, "Future[None]"])
 
 
 @dataclass(eq=False)
