@@ -4,7 +4,8 @@
 
 Servers of the fake engine, a Postgres and an S3 server (SeaweedFS) on this machine: what is measured is the
 control plane, not compute. Requests are optimizer steps and passes of one token of many clients, each
-acknowledged by the ledger and the journal. Stalls are the servers' own `tinkex_loop_stall_seconds`. A
+acknowledged by the ledger and the journal. Servers take turns, and medians of their rounds are told. CPU is
+that of the server's process. Stalls are its own `tinkex_loop_stall_seconds`, of all rounds together. A
 takeover lasts until the lease has another owner; the first result after it is not timed.
 """
 
@@ -20,11 +21,13 @@ import statistics
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 import psycopg
 
 import tinkex
@@ -35,6 +38,7 @@ from tinkex.types import AdamParams, Datum, ModelInput
 RUNS = 16
 IDS = np.arange(2, 11)
 LEASE = 2.0
+ROUNDS = 3
 
 
 def datum() -> Datum:
@@ -42,8 +46,8 @@ def datum() -> Datum:
     return Datum(model_input=ModelInput.from_ints(IDS[:-1].tolist()), loss_fn_inputs=inputs)
 
 
-async def drive(url: str, seconds: float) -> float:
-    """Training requests and their results per second, of RUNS runs in as many sessions."""
+async def drive(url: str, pid: int, seconds: float) -> tuple[float, float]:
+    """Training requests and their results per second, of RUNS runs in as many sessions; CPU ms of each."""
     services = [tinkex.ServiceClient(base_url=url, api_key="tml-bench") for _ in range(RUNS)]
     runs = [await one.create_lora_training_client_async(MODEL, rank=4) for one in services]
     until, done = time.monotonic() + seconds, 0
@@ -57,18 +61,27 @@ async def drive(url: str, seconds: float) -> float:
             await stepped.result_async()
             done += 2
 
-    began = time.monotonic()
+    began, spent = time.monotonic(), _cpu(pid)
     await asyncio.gather(*map(work, runs))
-    return done / (time.monotonic() - began)
+    return done / (time.monotonic() - began), 1000 * (_cpu(pid) - spent) / done
 
 
-def stall_p99(url: str) -> float:
-    """Milliseconds by which 99 of 100 ticks of the event loop were late at most (a bucket's bound)."""
+def _cpu(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def stalls(url: str) -> Counter[float]:
+    """How many ticks of the event loop, ten a second, were late at most by so many seconds (a bucket)."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         page = answer.read().decode()
     buckets = re.findall(r'tinkex_loop_stall_seconds_bucket\{le="([^"]+)"\} ([\d.e+]+)', page)
-    total = float(buckets[-1][1])
-    return next(float(le) for le, count in buckets if float(count) >= 0.99 * total) * 1000
+    return Counter({float(le): int(float(count)) for le, count in buckets})
+
+
+def p99(late: Counter[float]) -> float:
+    """Milliseconds by which 99 of 100 ticks were late at most (a bucket's bound)."""
+    return 1000 * min(le for le, count in late.items() if count >= 0.99 * late[float("inf")])
 
 
 @contextmanager
@@ -83,11 +96,20 @@ def member(home: Path, *options: str) -> Iterator[MemberProcess]:
 def throughput(
     place: Path, options: dict[str, tuple[str, ...]], seconds: float
 ) -> dict[str, dict[str, float]]:
+    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in options}
+    late: dict[str, Counter[float]] = {name: Counter() for name in options}
+    for n in range(ROUNDS):
+        for name, given in options.items():
+            with member(place / f"{name} {n}", *given) as server:
+                before = stalls(server.url)
+                rounds[name].append(asyncio.run(drive(server.url, server.process.pid, seconds)))
+                late[name] += stalls(server.url) - before
     told: dict[str, dict[str, float]] = {}
-    for name, given in options.items():
-        with member(place / name, *given) as server:
-            rate = asyncio.run(drive(server.url, seconds))
-            told[name] = {"requests per second": round(rate, 1), "stall p99 ms": stall_p99(server.url)}
+    for name, found in rounds.items():
+        rate, cpu = (round(statistics.median(values), 2) for values in zip(*found, strict=True))
+        told[name] = {
+            "requests per second": rate, "CPU ms per request": cpu, "stall p99 ms": p99(late[name]),
+        }  # fmt: skip
     return told
 
 
