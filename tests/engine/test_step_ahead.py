@@ -170,6 +170,22 @@ def test_newcomers_find_nothing_in_flight(decoder: Decoder):
         assert len(future.result(timeout=0).sequences[0].tokens) == 30
 
 
+@pytest.mark.parametrize("length", [1, 17, 33])
+def test_samples_of_a_prompt_that_lacks_one_token(decoder: Decoder, length: int):
+    """All but the prompt's last token is in the prefix cache: it does not decode ahead before it has forked."""
+    answers = []
+    for ahead in (False, True):
+        batch, _ = new_batch(decoder, ahead)
+        submit(batch, 1, length)
+        finish(batch)
+        again, _ = submit(batch, 1, length, {"num_samples": 3})
+        scored, _ = submit(batch, 1, length, {"num_samples": 2, "prompt_logprobs": True})
+        finish(batch)
+        answers.append([[s.tokens for s in f.result(timeout=0).sequences] for f in (again, scored)])
+    assert answers[0] == answers[1]
+    assert [len(sequences) for sequences in answers[1]] == [3, 2]
+
+
 def test_a_step_that_fails_fails_those_it_touched(decoder: Decoder):
     batch, pipeline = new_batch(decoder, ahead=True)
     future, _ = submit(batch, 1, 10)

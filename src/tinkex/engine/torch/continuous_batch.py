@@ -211,7 +211,8 @@ class ContinuousBatch:
                 self._land(pipeline.land())
                 self._admit()
             going = [s for s in self.running if len(s.tokens) + s.in_flight < s.request.max_tokens]
-            decoding = all(s.lacking == 1 and s.request.ahead for s in self.running)
+            # Without a token yet, its samples are still to be forked.
+            decoding = all(s.lacking == 1 and s.tokens and s.request.ahead for s in self.running)
             has_room = (self.memory.has_room(s, s.computed + s.in_flight + 1) for s in going)
             if not decoding or not all(has_room):
                 self._land(pipeline.land())
