@@ -60,8 +60,8 @@ def test_it_says_how_far_it_is(engine: TorchEngine, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     said: list[str] = []
     warm_up(engine, SMALL, said.append)
-    # 4 s for 1 of 52.2: passes count as seven each, prompts as 0.4
-    assert said[0] == "compiling kernels and capturing steps: 1 of 27 (a pass of 64 tokens), about 205 s"
+    # 4 s for 1 of 53: passes count as seven each, prompts as 0.4
+    assert said[0] == "compiling kernels and capturing steps: 1 of 29 (a pass of 64 tokens), about 208 s"
     assert len(said) > 5
 
 
@@ -99,6 +99,18 @@ def test_every_captured_size_is_among_the_sizes(batch: int) -> None:
 def test_every_captured_prompt_is_among_the_sizes() -> None:
     size = pytest.importorskip("tinkex.engine.cuda.prefill_graphs").size
     assert {size(n) for n in range(1, 8193)} == {size(n) for n in prompt_sizes(8192)}
+
+
+def test_the_tiles_of_every_prompt_are_among_those_of_the_sizes() -> None:
+    """Those of one adapter: a step is served by a graph of its size with tiles as large, and as many."""
+    size = pytest.importorskip("tinkex.engine.cuda.prefill_graphs").size
+    tile_rows = pytest.importorskip("tinkex.engine.cuda.adapter_table").tile_rows
+
+    def shape(n: int) -> tuple[int, int]:
+        return size(n), tile_rows(n)
+
+    warm = {shape(n): -(-n // tile_rows(n)) for n in prompt_sizes(8192)}  # the last is the largest
+    assert all(warm.get(shape(n), 0) >= -(-n // tile_rows(n)) for n in range(1, 8193))
 
 
 def test_compiled_kernels_are_kept_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,12 +62,13 @@ def decode_sizes(batch: int) -> list[int]:
 def prompt_sizes(most: int) -> list[int]:
     """Tokens of the steps with prompts that are captured, smallest first: no larger one serves the next.
 
-    Kernels differ between sizes as close as 384 and 512, so none is left out.
+    Kernels differ between sizes as close as 384 and 512, so none is left out. Up to 31 and up to 95 tokens an
+    adapter's tiles may be smaller ones than those of 64 and 128.
 
-    >>> prompt_sizes(1280)
-    [16, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024, 1152, 1280]
+    >>> prompt_sizes(1024)
+    [16, 31, 64, 95, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024]
     """
-    sizes, size = [16], 64
+    sizes, size = [16, 31, 64, 95], 128
     while size <= most:
         sizes.append(size)
         size += max(64, 1 << size.bit_length() >> 4)
