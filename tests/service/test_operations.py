@@ -54,7 +54,8 @@ async def test_a_service_describes_itself(user: User):
     assert [(m.model_name, m.max_context_length) for m in capabilities.supported_models] == [(MODEL, 64)]
     assert (await user.call(ops.GET_HEALTH, config.EmptyRequest())).status == "ok"
     settings = await user.call(ops.GET_CLIENT_CONFIG, config.ClientConfigRequest(sdk_version="0.36.0"))
-    assert settings.sample_use_retrieve_futures
+    assert settings.custom_loss_server_side
+    assert not settings.sample_use_retrieve_futures  # a poll for each: the result comes with it
     dynamic = await user.call(ops.GET_DYNAMIC_CONFIG, config.ClientConfigRequest(sdk_version="0.36.0"))
     assert dynamic.sample_cancel_enabled
     sent = reports.TelemetrySendRequest(events=[], platform="", sdk_version="", session_id="x")

@@ -23,7 +23,6 @@ class Capabilities:
     async def get_client_config(self, request: types.ClientConfigRequest, caller: Caller):
         return types.ClientConfigResponse(
             pjwt_auth_enabled=self._issues_tokens,
-            sample_use_retrieve_futures=True,
             custom_loss_server_side=self._config.custom_losses,
             sample_join_sampling_session=True,
             create_model_via_load_weights=True,
