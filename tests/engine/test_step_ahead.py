@@ -172,7 +172,7 @@ def test_newcomers_find_nothing_in_flight(decoder: Decoder):
 
 @pytest.mark.parametrize("length", [1, 17, 33])
 def test_samples_of_a_prompt_that_lacks_one_token(decoder: Decoder, length: int):
-    """All but the prompt's last token is in the prefix cache: it does not decode ahead before it has forked."""
+    """The prefix cache has the rest of the prompt. It must not decode ahead before it has forked."""
     answers = []
     for ahead in (False, True):
         batch, _ = new_batch(decoder, ahead)
