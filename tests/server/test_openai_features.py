@@ -262,6 +262,9 @@ def test_pages_of_other_origins_are_let_in_only_if_they_are_named(start: Callabl
     named = start(cors_origins=("https://a.example",))
     answer = named.ask("OPTIONS", "/v1/chat/completions", headers=asking, key=None)
     assert (answer.status, answer.headers[allowed]) == (200, "https://a.example")
+    for path in ("/api/v1/get_server_capabilities", "/v1/models"):
+        answer = named.ask("GET", path, headers={"origin": "https://a.example"})
+        assert (answer.status, answer.headers[allowed]) == (200, "https://a.example"), path
     other = {**BEARER, "origin": "https://b.example"}
     assert allowed not in named.ask("GET", "/v1/models", headers=other, key=None).headers
 

@@ -24,7 +24,7 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex._version import __version__
 from tinkex.config import is_loopback_host
@@ -44,7 +44,7 @@ from tinkex.server.openai.responses_api import responses_routes
 from tinkex.server.openai.routes import openai_routes, unknown_routes
 from tinkex.server.signing import DownloadSigner, WeightsTokens, home_secret
 from tinkex.server.stream_sample import stream_sample_endpoint
-from tinkex.server.uvicorn_protocol import SingleWriteProtocol
+from tinkex.server.uvicorn_protocol import CONNECTION, SingleWriteProtocol
 from tinkex.service.config import ServiceConfig
 from tinkex.service.peers import Peers
 from tinkex.service.refusal import Caller, InUse, Refusal
@@ -209,9 +209,13 @@ class Server:
         """Let pages of the configured origins in; without any, a browser lets in none."""
         if not self.config.cors_origins:
             return app
-        return CORSMiddleware(
-            app, self.config.cors_origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
-        )
+
+        async def by_send(scope: Scope, receive: Receive, send: Send) -> None:
+            scope.pop(CONNECTION, None)  # what is written past `send` would lack these headers
+            await app(scope, receive, send)
+
+        methods = ["GET", "POST", "DELETE"]
+        return CORSMiddleware(by_send, self.config.cors_origins, allow_methods=methods, allow_headers=["*"])
 
     async def _metrics_page(self, http: IncomingRequest) -> Response:
         if self.service.ready and not self.gateway.authenticator.is_open:
