@@ -17,7 +17,8 @@ from tinkex.service import rollouts
 from tinkex.service.rollout_reader import RolloutReader
 from tinkex.service.rows import SamplerRow
 from tinkex.service.service import Service
-from tinkex.types.data import Datum, ImageAssetPointerChunk, ModelInput
+from tinkex.types.chunks import ImageAssetPointerChunk
+from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import SampledSequence, SampleResponse, TopkLogprobs
 from tinkex.types.params import SamplingParams
 from tinkex.types.sampling import SampleRequest
