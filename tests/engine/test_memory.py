@@ -69,6 +69,17 @@ def test_decisions_follow_free_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     assert memory.pass_tokens(config, 4, CPU) == 256
 
 
+def test_models_whose_activations_are_large_get_smaller_passes_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 40)
+    small = load_decoder(tiny_model(tmp_path / "small", "llama3")).config
+    wide = {"num_hidden_layers": 12, "intermediate_size": 4096}
+    large = load_decoder(tiny_model(tmp_path / "large", "llama3", **wide)).config
+    assert memory.pass_tokens(small, 4, CPU) == 1024
+    assert memory.pass_tokens(large, 4, CPU) == 768
+
+
 def test_files_that_the_kernel_keeps_in_a_container_s_memory_are_free(tmp_path: Path) -> None:
     """A model that was just read fills it with pages that are given up as soon as they are needed."""
     (tmp_path / "memory.max").write_text("1000\n")

@@ -1,6 +1,6 @@
 """Memory estimates: what a pass needs and what is free, for the sizes of micro-batches and for recomputation.
 
-Estimates are on the safe side, and nothing is allocated here. Knows shapes, not tensors.
+Estimates are conservative, and nothing is allocated here. Knows shapes, not tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from tinkex.engine.torch.models.architecture import (
 from tinkex.engine.torch.models.delta_net import CHUNK
 
 # Tokens of a micro-batch: enough for efficient products, few enough not to delay sampling for long.
-PASS_TOKENS = {"cpu": 768, "cuda": 16384}
+PASS_TOKENS = {"cpu": 1024, "cuda": 16384}
+_LARGE_PASS = 512 << 20  # bytes of activations from which a pass on a CPU has fewer tokens
+_FEWER_TOKENS = 768
 _SHARE = 0.5  # of the free memory that one pass may plan with
 _KEPT = 1 << 30  # bytes of a pass's activations that malloc may keep
 _KEPT_SHARE = 1 / 8  # of the free memory, at most
@@ -106,7 +108,10 @@ def must_recompute(config: ModelConfig, itemsize: int, device: torch.device, tok
 def pass_tokens(config: ModelConfig, itemsize: int, device: torch.device) -> int:
     """Tokens of a micro-batch: as many as fit without recomputation, unless those are too few."""
     room, most = int(free_bytes(device) * _SHARE), PASS_TOKENS.get(device.type, 2048)
-    fitting = room // activation_bytes(config, itemsize, recompute=False)
+    token = activation_bytes(config, itemsize, recompute=False)
+    if device.type == "cpu" and most * token > _LARGE_PASS:
+        most = _FEWER_TOKENS
+    fitting = room // token
     if fitting < most // 4:
         fitting = room // activation_bytes(config, itemsize, recompute=True)
     return max(256, min(most, fitting))
@@ -116,7 +121,7 @@ def keep_pages(config: ModelConfig, itemsize: int, tokens: int, device: torch.de
     """Make malloc keep the memory that a CPU pass of `tokens` frees, if that is little; whether it does.
 
     Every pass allocates the same activations again. If malloc returns them to the system, the system clears
-    their pages each time, which takes 5 % of a small model's pass. Works with glibc alone.
+    their pages each time, which takes 5 % of a small model's pass. Works only with glibc.
     """
     needed = tokens * activation_bytes(config, itemsize, recompute=False)
     if device.type != "cpu" or needed > min(_KEPT, free_bytes(device) * _KEPT_SHARE):
