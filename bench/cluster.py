@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import statistics
 import sys
@@ -37,6 +38,7 @@ from tinkex.engine.cluster.connection import connect  # noqa: E402
 connect("auto")
 
 from tinkex.engine.cluster.cluster_engine import ClusterEngine  # noqa: E402
+from tinkex.engine.cluster.routing import ranked, route_key  # noqa: E402
 from tinkex.engine.fake import FakeEngine  # noqa: E402
 from tinkex.engine.fake.bigram import FakeExport  # noqa: E402
 from tinkex.engine.protocol import (  # noqa: E402
@@ -198,12 +200,24 @@ async def first_token(samplers: int) -> float:
                 await user.train(run, 1 + 3 * n, 1)
                 begun = time.perf_counter()
                 sampler = await user.unnamed_sampler(run, 3 + 3 * n, n)
-                # Eight different prompts for each sampler: all of them get some.
-                prompts = [(5 + i, 6, 7) for i in range(8 * max(1, samplers))]
+                prompts = one_prompt_each(sampler, service.models.find(MODEL).engine)
                 asked = [await user.sample(sampler, i, p, max_tokens=1) for i, p in enumerate(prompts)]
                 await asyncio.gather(*map(user.result, asked))
                 times.append(time.perf_counter() - begun)
     return statistics.median(times[2:])
+
+
+def one_prompt_each(adapter: str, served: Engine | None) -> list[tuple[int, ...]]:
+    """A prompt for each sampler, which is its first choice with this adapter."""
+    if not isinstance(served, ClusterEngine):
+        return [(5, 6, 7)]
+    prompts: dict[int, tuple[int, ...]] = {}
+    for i in itertools.count(5):
+        key = route_key(adapter, np.array((i, 6, 7)))
+        prompts.setdefault(ranked(key, list(served.sampler.samplers))[0], (i, 6, 7))
+        if len(prompts) == len(served.sampler.samplers):
+            break
+    return list(prompts.values())
 
 
 async def zipf_rate(adapters: int, samplers: int = 4, seconds: float = 6.0) -> float:
@@ -372,7 +386,9 @@ async def measure(only: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What Ray costs and what more actors bring.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", default=[], choices=ROWS, metavar="ROW", help=", ".join(ROWS))
     given = parser.parse_args()
     load = os.getloadavg()[0]

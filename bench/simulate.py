@@ -340,6 +340,14 @@ def plot(results: dict[str, dict[str, float | list[float]]], path: Path) -> None
     figure.savefig(path, metadata={"Date": None})
 
 
+def shown(value: float) -> str:
+    """
+    >>> shown(46660.0), shown(0.5)
+    ('46,660', '0.50')
+    """
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="A thousand tenants on 64 GPUs, simulated.")
     parser.add_argument("--tenants", type=int, default=1000)
@@ -358,7 +366,7 @@ def main() -> None:
     names = [name for name in results["affinity"] if not name.startswith("_")]
     print(f"| | {' | '.join(results)} |\n|---|{'---|' * len(results)}")
     for name in names:
-        print(f"| {name} | {' | '.join(f'{float(result[name]):.2f}' for result in results.values())} |")  # type: ignore[arg-type]
+        print(f"| {name} | {' | '.join(shown(result[name]) for result in results.values())} |")  # type: ignore[arg-type]
     if given.plot:
         plot(results, given.plot)
 

@@ -3,9 +3,9 @@
 #
 #   MODEL='Qwen/Qwen3-8B,trainers=5,samplers=3-11' sbatch --nodes=2 --gpus-per-node=8 deploy/slurm.sh
 #
-# TINKEX_HOME and the models must be on a file system that all nodes share: trainers write there. `tinkex plan`
-# says how to split the GPUs. Make a key first: `tinkex server keys add NAME`. When the job ends, nothing is
-# lost: the next one on the same home goes on.
+# TINKEX_HOME and the models (HF_HOME) are on a file system that all nodes share: every node reads Ray's token
+# and the models, and the next job's server, which goes on where this one ended, may be on another node.
+# `tinkex plan` says how to split the GPUs. Make a key first: `tinkex server keys add NAME`.
 #SBATCH --job-name=tinkex
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=32
@@ -34,13 +34,12 @@ ADDRESS=$HEAD_IP:$RAY_PORT
 
 srun --nodes=1 --ntasks=1 --nodelist="$HEAD" --overlap \
   ray start --head --node-ip-address="$HEAD_IP" --port="$RAY_PORT" --include-dashboard=false --block &
-for NODE in "${NODES[@]:1}"; do
-  srun --nodes=1 --ntasks=1 --nodelist="$NODE" --overlap ray start --address="$ADDRESS" --block &
-done
-
 for _ in $(seq 60); do
   if ray status --address="$ADDRESS" > /dev/null 2>&1; then break; fi
   sleep 2
+done
+for NODE in "${NODES[@]:1}"; do  # once the head is there: they wait for it for less than a minute
+  srun --nodes=1 --ntasks=1 --nodelist="$NODE" --overlap ray start --address="$ADDRESS" --block &
 done
 
 srun --nodes=1 --ntasks=1 --nodelist="$HEAD" --overlap \

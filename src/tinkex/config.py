@@ -54,7 +54,7 @@ class Timeout:
     Timeout(connect=5, read=60, write=60, pool=60)
     """
 
-    timeout: InitVar[float | None] = 60.0  # of what is not given by itself
+    timeout: InitVar[float | None] = 60.0  # where no other field is given
     connect: float | None = field(default=UNSET, kw_only=True)
     read: float | None = field(default=UNSET, kw_only=True)
     write: float | None = field(default=UNSET, kw_only=True)
@@ -212,19 +212,22 @@ def keep_compiled(home: Path) -> Path:
 
 
 def prepare_ray(*, loopback: bool) -> None:
-    """Set what Ray reads from the environment when it is imported, unless it is set.
+    """Set what Ray reads from the environment when it is imported.
 
     No usage reports. With `loopback`, Ray does not replace 127.0.0.1 by an address that others can reach.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if loopback:
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
 def make_ray_token() -> None:
-    """A token for a cluster that this process starts; its processes inherit it, and no file has it."""
-    if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    """A token for a cluster that this process starts; its processes inherit it, and no file has it.
+
+    Whatever the environment says: with authentication off, any user of this machine could use the cluster.
+    """
+    os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 
 
 def has_ray_token() -> bool:

@@ -16,13 +16,19 @@ from tests.engine.tiny import tiny_model
 from tests.service.harness import MODEL, User, serving
 from tests.service.harness import datum as harness_datum
 from tinkex.engine.protocol import (
+    ClearGradients,
+    ContinuePasses,
     CreateAdapter,
+    DropAdapter,
     Engine,
     EngineConfig,
+    EngineError,
     Failure,
+    ForwardBackward,
     LoadAdapter,
     OptimStep,
     Pass,
+    PassProgress,
     Placement,
     SaveAdapter,
     build_engine,
@@ -67,6 +73,29 @@ def do(engine: Engine, command: Any) -> Any:
 def weights(engine: Engine, run: str, place: Path) -> dict[str, np.ndarray]:
     do(engine, SaveAdapter(run, str(place), optimizer=True))
     return load_file(place / "adapter_model.safetensors") | load_file(place / "optimizer.safetensors")
+
+
+@pytest.mark.parametrize("command", [ClearGradients, DropAdapter])
+def test_passes_that_are_abandoned_leave_nothing_behind(engines: tuple[Engine, Engine], command: Any) -> None:
+    _, shared = engines
+    for run in ("left", "kept"):
+        do(shared, CreateAdapter(run, LoraConfig(rank=4, seed=1)))
+    passes = [Pass(run, [datum(n, 30) for n in range(12)], "cross_entropy") for run in ("left", "kept")]
+    alone, both = do(shared, ForwardBackward((passes[0],))), do(shared, ForwardBackward(tuple(passes)))
+    assert isinstance(alone, PassProgress)
+    assert isinstance(both, PassProgress)
+    do(shared, command("left"))
+    assert [*shared.trainer._group._tickets] == [both.ticket]  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="no passes with the ticket"):
+        do(shared, ContinuePasses(alone.ticket))
+    outcome: Any = both
+    while isinstance(outcome, PassProgress):
+        outcome = do(shared, ContinuePasses(both.ticket))
+    assert isinstance(outcome[0], Failure)
+    assert isinstance(outcome[1], ForwardBackwardOutput)
+    assert not shared.trainer._group._tickets  # type: ignore[attr-defined]
+    for run in ("left", "kept"):
+        do(shared, DropAdapter(run))
 
 
 def test_steps_of_runs_of_any_rank_are_those_of_one_process(

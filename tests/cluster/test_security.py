@@ -76,6 +76,69 @@ def test_a_cluster_without_a_token_answers_anybody(open_cluster: str):
     assert answers_anybody(open_cluster)
 
 
+def in_a_process(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code after an import of `connection`; this process is connected to a cluster of its own."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", f"import sys; from tinkex.engine.cluster import connection\n{code}"]
+    return subprocess.run(
+        [*command, *arguments], env={**given, **environment}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_an_open_cluster_on_a_network_is_refused(open_cluster: str):
+    """It listens on loopback, and only says otherwise: nobody shall reach it from outside."""
+    code = """
+connection._beyond_loopback = lambda: ["192.0.2.1"]
+try:
+    connection.connect(sys.argv[1])
+finally:
+    import ray; print("connected:", ray.is_initialized())
+"""
+    done = in_a_process(code, open_cluster, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="ab" * 32)
+    assert done.returncode == 1
+    assert "listens on 192.0.2.1 and asks nobody for a token" in done.stderr
+    assert done.stdout == "connected: False\n"
+
+
+@pytest.mark.parametrize(
+    ("probe", "why"),
+    [
+        ("raise SystemExit('no room in memory')", "no room in memory"),
+        ("import time; time.sleep(60)", "timed out"),
+    ],
+)
+def test_a_question_without_an_answer_is_no_refusal(
+    ray_nodes: Nodes, monkeypatch: pytest.MonkeyPatch, probe: str, why: str
+):
+    monkeypatch.setattr("tinkex.engine.cluster.connection._PROBE", probe)
+    monkeypatch.setattr("tinkex.engine.cluster.connection._PROBE_SECONDS", 2.0)
+    with pytest.raises(EngineError, match=f"cannot tell whether .*{why}"):
+        answers_anybody(ray_nodes.address)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN_PATH": "/nonexistent/token"}],
+    ids=["disabled", "path"],
+)
+def test_a_local_cluster_has_a_token_whatever_the_environment_says(environment: dict[str, str]):
+    code = """
+connection.connect("auto")
+import ray
+address = ray.get_runtime_context().gcs_address
+print(connection.answers_anybody(address), {node["NodeManagerAddress"] for node in ray.nodes()})
+connection.disconnect()
+"""
+    done = in_a_process(code, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1", **environment)
+    assert done.stdout == "False {'127.0.0.1'}\n", done.stderr
+
+
+def test_a_local_cluster_that_others_could_reach_is_ended():
+    done = in_a_process("connection.prepare_ray = lambda **_: None; connection.connect('auto')")
+    assert done.returncode == 1
+    assert "instead of 127.0.0.1 alone" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("address", "mode", "message"),
     [
@@ -85,13 +148,8 @@ def test_a_cluster_without_a_token_answers_anybody(open_cluster: str):
     ],
 )
 def test_a_cluster_on_a_network_needs_a_token(address: str, mode: str, message: str):
-    """In a process of its own: this one is connected to a cluster."""
-    code = "import sys; from tinkex.engine.cluster.connection import connect; connect(sys.argv[1])"
-    given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    given |= {"RAY_AUTH_MODE": mode} if mode else {}
-    done = subprocess.run(
-        [sys.executable, "-c", code, address], env=given, capture_output=True, text=True, timeout=60
-    )
+    given = {"RAY_AUTH_MODE": mode} if mode else {}
+    done = in_a_process("connection.connect(sys.argv[1])", address, **given)
     assert done.returncode == 1
     assert EngineError.__name__ in done.stderr
     assert message in done.stderr

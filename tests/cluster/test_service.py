@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.cluster.nodes import Nodes, actors
 from tests.cluster.work import sample_work
 from tests.service.harness import MODEL, User, datum, serving, until
 from tinkex.engine.cluster.cluster_engine import ClusterEngine
-from tinkex.engine.protocol import EngineConfig, Placement, build_engine
+from tinkex.engine.cluster.remote_trainer import RemoteExport
+from tinkex.engine.fake import FakeEngine
+from tinkex.engine.fake.bigram import FakeExport
+from tinkex.engine.protocol import CreateAdapter, Engine, EngineConfig, ExportAdapter, Placement, build_engine
 from tinkex.service.refusal import Caller
 from tinkex.service.sample_events import SampleEvents
 from tinkex.service.service import Service
 from tinkex.types.config import EmptyRequest
 from tinkex.types.data import ModelInput
 from tinkex.types.outputs import NewTokens
-from tinkex.types.params import SamplingParams
+from tinkex.types.params import LoraConfig, SamplingParams
 from tinkex.types.sampling import SampleRequest
 from tinkex.wire import ops
+
+ray = pytest.importorskip("ray")
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -74,6 +83,25 @@ async def test_runs_are_spread_over_trainers_and_stay_there(tmp_path: Path, ray_
         user = User(service)
         assert await user.train(runs[1], 7, 1), "one trainer has all runs of the two"
         assert len(actors("TrainerActor")) == 1
+
+
+async def test_only_an_evicted_run_moves_to_a_trainer_with_fewer(tmp_path: Path, ray_nodes: Nodes):
+    expected = await alone(tmp_path / "alone", 5, 2)
+    async with clustered(tmp_path / "home", ray_nodes) as service:
+        user = User(service)
+        runs = [await user.run(seed=n) for n in range(5)]
+
+        def where() -> list[int]:
+            return [service.ledger.run(run).trainer for run in runs]  # type: ignore[union-attr]
+
+        assert where() == [0, 1, 0, 1, 0]
+        for n in (1, 3, 4):
+            assert await service.runs.evict(service.runs.get(runs[n]))  # type: ignore[arg-type]
+        for n in (0, 2):  # they are in memory: the empty trainer gets none of them
+            assert await user.train(runs[n], 1, 2) == expected[n]
+        assert where() == [0, 1, 0, 1, 0]
+        assert await user.train(runs[4], 1, 2) == expected[4]
+        assert where() == [0, 1, 0, 1, 1]
 
 
 async def test_a_run_published_by_one_trainer_is_sampled_on_every_sampler(tmp_path: Path, ray_nodes: Nodes):
@@ -192,3 +220,52 @@ async def test_a_lost_export_is_read_from_where_it_was_saved(tmp_path: Path, ray
             process.kill()
         again = await user.result(await user.sample(sampler, 1))
         assert again.sequences[0].tokens == calm.sequences[0].tokens
+
+
+@dataclass(frozen=True)
+class LargeExport(FakeExport):
+    """An exported adapter that goes through the object store, as real ones do."""
+
+    payload: np.ndarray
+
+
+def telling(marks: Path, config: EngineConfig) -> Engine:
+    """An engine that exports much, whose sampler marks each: its node, and if the memory is its own."""
+    engine = FakeEngine(config)
+    export, publish = engine.trainer._export, engine.sampler.publish
+
+    async def told(name: str, source: Any) -> None:
+        node, own = ray.get_runtime_context().get_node_id(), source.payload.flags.owndata
+        await asyncio.to_thread((marks / f"{node}.{os.getpid()}.{own}").touch)
+        await publish(name, source)
+
+    def large(adapter: Any) -> LargeExport:
+        made = export(adapter)
+        return LargeExport(made.lora, made.model, made.params, np.ones(1 << 20, np.uint8))
+
+    engine.trainer._export, engine.sampler.publish = large, told  # type: ignore[method-assign]
+    return engine
+
+
+async def test_an_adapter_goes_to_each_node_once(tmp_path: Path, ray_nodes: Nodes):
+    placement = Placement(ray_nodes.address, samplers=6, max_samplers=6)
+    config = EngineConfig("fake", kind="fake", max_context=64, placement=placement)
+    engine = await asyncio.to_thread(ClusterEngine, config, partial(telling, tmp_path))
+    try:
+        await asyncio.wrap_future(engine.trainer.submit(CreateAdapter("run", LoraConfig(rank=4, seed=1))))
+        exported = await asyncio.wrap_future(engine.trainer.submit(ExportAdapter("run")))
+        await engine.sampler.publish("adapter", exported)
+        for n in range(1000):
+            await engine.sampler.sample(sample_work(n, 1, adapter="adapter"))
+            if len(marks := await asyncio.to_thread(lambda: list(tmp_path.iterdir()))) == 6:
+                break
+        nodes = Counter(mark.name.split(".")[0] for mark in marks)
+        assert sum(nodes.values()) == 6
+        assert max(nodes.values()) > 1, "some nodes have several samplers"
+        assert all(mark.name.endswith(".False") for mark in marks), "they read the node's one copy"
+        assert isinstance(exported, RemoteExport)
+        places = ray.experimental.get_object_locations(exported.stored.refs)
+        (copies,) = [place["node_ids"] for place in places.values()]
+        assert sorted(copies) == sorted(nodes), "one copy on each"
+    finally:
+        await asyncio.to_thread(engine.close)

@@ -1,8 +1,8 @@
-"""What runs on the nodes of a cluster: an engine in a Ray actor, of which the trainer or the sampler is used.
+"""What runs on the nodes of a cluster: a Ray actor with an engine, used either as trainer or as sampler.
 
 An engine's error is returned as a value, so that any exception of a call means that the actor is gone. The
 bytes of an exported adapter stay in Ray's object store, which brings them to each node once. Knows neither
-what is routed here nor who else there is.
+the routing nor the other actors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import platform
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,20 +90,20 @@ def _elsewhere(result: Any, there: str, location: Location) -> Any:
 
 
 class EngineActor:
-    """An engine in a process of its own; built when the actor is."""
+    """An engine in its own process; the actor exists before the engine is built."""
 
     def __init__(self, config: EngineConfig, build: BuildEngine) -> None:
-        self._problem: EngineError | None = None
         self._engine: Any = None
+        self._building = ThreadPoolExecutor(1).submit(build, config)
         self._gpus = Gpus()
-        try:
-            self._engine = build(config)
-        except Exception as error:  # `describe` says it: an exception here would hide the category
-            self._problem = _as_error(error)
 
     async def describe(self) -> tuple[ModelInfo, Heartbeat, str] | EngineError:
-        """The engine's model, its state, and its node."""
-        return self._problem or (self._engine.info, await self.beat(), this_node())
+        """The engine's model, its state, and its node, once it is built."""
+        try:
+            self._engine = await asyncio.wrap_future(self._building)
+        except Exception as error:  # as a value: Ray would hide the category
+            return _as_error(error)
+        return self._engine.info, await self.beat(), this_node()
 
     async def beat(self) -> Heartbeat:
         await self._gpus.read()
@@ -151,7 +152,7 @@ class TrainerActor(EngineActor):
             result, beat = await self.execute(replace(command, location=str(there)))
             return _elsewhere(result, str(there), command.location), beat
 
-    # What is large comes as an argument of its own: Ray brings it to each node once.
+    # Large values are separate arguments: Ray sends each to a node once.
 
     async def begin(self, passes: tuple[Pass, ...], share: tuple[int, int]) -> tuple[Any, Heartbeat]:
         return await self.execute(ForwardBackward(passes, share))

@@ -1,8 +1,8 @@
 """An engine whose trainers and samplers are Ray actors: builds them, watches them, replaces samplers.
 
-One placement group holds the trainers and the fewest samplers; samplers beyond those come and go by how long
-requests wait. Ray restarts nothing and repeats nothing. A trainer that dies is EngineLost for its runs alone:
-whoever needs it asks for its partition again. A sampler that dies is replaced here.
+One placement group holds the trainers and the fewest samplers; more are added and removed by
+how long requests wait. Ray restarts and retries nothing. A trainer that dies is EngineLost for its own runs
+only, and is rebuilt when its partition is requested again. A sampler that dies is replaced here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinkex.engine.cluster.actors import BuildEngine, EngineActor, SamplerActor, TrainerActor
 from tinkex.engine.cluster.connection import connect
+from tinkex.engine.cluster.heartbeats import Heartbeats
 from tinkex.engine.cluster.remote_trainer import RemoteTrainer, fetch
 from tinkex.engine.cluster.routing import Autoscaler
 from tinkex.engine.cluster.sampler_pool import CLOSED, RemoteSampler, SamplerPool
@@ -42,12 +44,17 @@ log = logging.getLogger("tinkex")
 A = TypeVar("A")
 T = TypeVar("T")
 PATIENCE = 120.0  # seconds for the cluster to make room for the actors
-BEAT = 0.5  # seconds between two looks at the samplers
+BEAT = 0.5  # seconds between two looks at the actors
+PLACING = 60.0  # seconds for the cluster to find room for a sampler beyond the fewest
 MAX_FAILURES = 3  # attempts in a row to build a trainer or a sampler, before the engine is given up
 
 
 class ActorDied(EngineError):
     """A process ended while its engine was made: by itself, or with its node."""
+
+
+class NoRoom(EngineError):
+    """The cluster has not placed an actor."""
 
 
 class TrainerPart:
@@ -79,6 +86,8 @@ class ClusterEngine:
             i: threading.Lock() for i in range(self._placement.trainers)
         }
         self._serial, self._failures = itertools.count(), 0
+        self._making: dict[int | None, threading.Thread] = {}  # samplers that are being made, by place
+        self._heartbeats = Heartbeats()
         self._wake, self._closed = threading.Event(), False
         self.sampler = SamplerPool(config.max_batch, self._wake.set)
         self._scaler = Autoscaler(self._placement.samplers, self._placement.max_samplers, config.max_batch)
@@ -96,7 +105,8 @@ class ClusterEngine:
             self.sampler.close()
             remove_placement_group(self._group)
             raise
-        threading.Thread(target=self._watch, name="tinkex-cluster", daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, name="tinkex-cluster", daemon=True)
+        self._watching.start()
 
     # -- the contract ------------------------------------------------------------------------------------
 
@@ -120,15 +130,15 @@ class ClusterEngine:
     def heartbeat(self) -> Heartbeat:
         """Of the samplers; of the trainers, what they have in common with an engine in one process."""
         beat = self.sampler.heartbeat()
-        parts = [part.heartbeat() for part in self._parts.values()]
+        parts = [part.heartbeat() for part in list(self._parts.values())]  # `partition` may add one
         stats = {**beat.stats, "trainers": float(sum(part.alive for part in parts))}
         for name in ("adapters_live", "adapter_bytes"):
             stats[name] = sum(part.stats.get(name, 0.0) for part in parts)
         return replace(beat, stats=stats)
 
     def processes(self) -> list[tuple[str, Heartbeat]]:
-        trainers = [(f"trainer {index}", part.heartbeat()) for index, part in sorted(self._parts.items())]
-        samplers = [(f"sampler {n}", one.beat) for n, one in sorted(self.sampler.samplers.items())]
+        trainers = [(f"trainer {index}", part.heartbeat()) for index, part in sorted([*self._parts.items()])]
+        samplers = [(f"sampler {n}", one.beat) for n, one in sorted([*self.sampler.samplers.items()])]
         return trainers + samplers
 
     def close(self) -> None:
@@ -140,6 +150,9 @@ class ClusterEngine:
         self.sampler.close()
         for part in list(self._parts.values()):
             part.close()
+        self._watching.join(5.0)  # it starts the others; after this, Ray may be left
+        for thread in list(self._making.values()):
+            thread.join(5.0)
         with contextlib.suppress(RayError):
             remove_placement_group(self._group)
 
@@ -157,14 +170,14 @@ class ClusterEngine:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, bundle)
         return ray.remote(kind).options(**options).remote(config, self._build)
 
-    def _described(self, actor: Any) -> tuple[ModelInfo, Heartbeat, str]:
-        """Wait for an actor's engine. EngineError says why there is none; a dead actor is one too."""
-        asked = actor.describe.remote()
+    def _described(self, actor: Any, patience: float = math.inf) -> tuple[ModelInfo, Heartbeat, str]:
+        """Wait for an actor's engine. EngineError says why there is none; a dead actor is one too.
+
+        `patience`: seconds for Ray to place the actor.
+        """
         try:
-            while not ray.wait([asked], timeout=1.0)[0]:  # its node may have to be found first
-                if self._closed:
-                    raise EngineLost(CLOSED)
-            found = fetch(asked)
+            self._wait(actor.__ray_ready__.remote(), patience)
+            found = self._wait(actor.describe.remote())
             if isinstance(found, EngineError):
                 raise found
             return found
@@ -174,6 +187,15 @@ class ClusterEngine:
             with contextlib.suppress(RayError):
                 ray.kill(actor)
             raise
+
+    def _wait(self, asked: Any, patience: float = math.inf) -> Any:
+        end = time.monotonic() + patience
+        while not ray.wait([asked], timeout=0.5)[0]:  # its node may have to be found first
+            if self._closed:
+                raise EngineLost(CLOSED)
+            if time.monotonic() > end:
+                raise NoRoom(f"the cluster had no room for it in {patience:.0f} s")
+        return fetch(asked)
 
     def _insist(self, start: Callable[[], A], finish: Callable[[A], T], started: A | None = None) -> T:
         """Make something of actors; once more with new ones if they die meanwhile.
@@ -212,7 +234,7 @@ class ClusterEngine:
 
     def _join(self, actor: Any, bundle: int | None) -> None:
         """Have a sampler serve, once it is there."""
-        _, beat, _ = self._described(actor)
+        _, beat, _ = self._described(actor, PLACING if bundle is None else math.inf)
         self.sampler.add(RemoteSampler(next(self._serial), actor, beat, bundle))
 
     # -- watching ----------------------------------------------------------------------------------------
@@ -229,20 +251,17 @@ class ClusterEngine:
                     log.exception("a look at the actors of %s failed", self._config.name)
 
     def _look(self) -> None:
-        """Take the samplers' reports; one that is gone is noticed even if nobody asks it."""
-        asked = {sampler.actor.beat.remote(): sampler for sampler in [*self.sampler.samplers.values()]}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=1.0) if asked else ([], [])
-        for reference in answered:
-            sampler = asked[reference]
-            try:
-                sampler.beat = fetch(reference)
-            except RayError:
-                self.sampler.lose(sampler)
+        """Take the actors' reports; one that is gone is noticed even if nobody asks it."""
+        samplers = {sampler.actor: sampler for sampler in [*self.sampler.samplers.values()]}
+        parts = [part.trainer for part in [*self._parts.values()] if not part.trainer.trouble]
+        trainers = {actor: trainer for trainer in parts for actor in trainer.actors}
+        for actor, told in self._heartbeats.collect([*samplers, *trainers]):
+            if actor in trainers:
+                trainers[actor].heard(actor, told)
+            elif isinstance(told, Heartbeat) and told.alive:
+                samplers[actor].beat = told
             else:
-                if not sampler.beat.alive:
-                    self.sampler.lose(sampler)
-        for part in list(self._parts.values()):
-            part.trainer.watch()
+                self.sampler.lose(samplers[actor])
 
     def _scale(self) -> None:
         """Replace what was lost, add what is needed, let go of what is not."""
@@ -254,21 +273,35 @@ class ClusterEngine:
         wanted = self._scaler.wanted(time.monotonic(), len(have), in_flight, waited)
         if wanted < len(have):
             self.sampler.spare()
-        free = [b for b in self._sampler_bundles() if b not in {s.bundle for s in have}]
-        for place in [*free, None, None][: max(0, wanted - len(have))]:
+        # What is reserved comes first, and one beyond it, for which there may be no room, holds nothing up.
+        making = {*self._making}
+        free = [b for b in self._sampler_bundles() if b not in making | {s.bundle for s in have}]
+        lacking = max(0, wanted - len(have) - len(making - {None}))
+        for place in [*free, *({None} - making)][:lacking]:
             if self._closed:
                 return
-            log.info("%s gets another sampler", self._config.name or self._config.model)
-            try:
-                self._join(self._start(SamplerActor, place), place)
-                self._failures = 0
-            except (EngineError, RayError) as error:
-                if self._closed:
-                    return
-                self._failures += 1
-                log.error("a sampler of %s could not be made: %s", self._config.name, error)
-                if self._failures >= MAX_FAILURES and not self.sampler.samplers:
-                    self.sampler.close(f"no sampler could be made: {error}")
+            thread = threading.Thread(target=self._make, args=(place,), name="tinkex-sampler", daemon=True)
+            self._making[place] = thread
+            thread.start()
+
+    def _make(self, place: int | None) -> None:
+        """Add a sampler, however long that takes."""
+        model = self._config.name or self._config.model
+        log.info("%s gets another sampler", model)
+        try:
+            self._join(self._start(SamplerActor, place), place)
+            self._failures = 0
+        except NoRoom as error:
+            log.warning("%s gets no other sampler: %s", model, error)
+        except (EngineError, RayError) as error:
+            if self._closed:
+                return
+            self._failures += 1
+            log.error("a sampler of %s could not be made: %s", model, error)
+            if self._failures >= MAX_FAILURES and not self.sampler.samplers:
+                self.sampler.close(f"no sampler could be made: {error}")
+        finally:
+            del self._making[place]
 
 
 def _checked(placement: Placement) -> Placement:

@@ -1,7 +1,7 @@
-"""This process's connection to a Ray cluster; Ray allows one. Refuses a cluster that anybody could use.
+"""This process's connection to a Ray cluster; Ray allows one. Refuses a cluster that is open to anyone.
 
-Whoever reaches the ports of a Ray cluster can run code on it. So a cluster that we start listens on loopback
-alone, and one that listens beyond it must refuse those who have no token. No dashboard is started.
+Anyone who reaches the ports of a Ray cluster can run code on it. So a cluster that we start listens only on
+loopback, and one that listens elsewhere must require a token. No dashboard is started.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ _connected_to = ""
 _PROBE = """
 import sys
 from ray._raylet import GcsClient
-GcsClient(address=sys.argv[1]).get_all_node_info(timeout=5.0)
+from ray.exceptions import AuthenticationError
+try:
+    GcsClient(address=sys.argv[1]).get_all_node_info(timeout=5.0)
+except AuthenticationError:
+    print("refused")
+else:
+    print("answered")
 """
 
 
@@ -91,6 +97,18 @@ def _start() -> None:
     if failed:
         ended.set()
         raise EngineError(f"Ray could not be started on this machine: {failed[0]}") from failed[0]
+    if beyond := _beyond_loopback():
+        ray.shutdown()
+        raise EngineError(
+            f"Ray listens on {beyond[0]} instead of {_LOOPBACK} alone: it was imported before the server "
+            "could tell it. Start the server in a process of its own"
+        )
+
+
+def _beyond_loopback() -> list[str]:
+    """The nodes' addresses that other machines can reach."""
+    found = [node["NodeManagerAddress"] for node in _ray().nodes()]
+    return [address for address in found if not is_loopback_host(address)]
 
 
 _QUIET: dict[str, Any] = {
@@ -121,11 +139,16 @@ def _join(address: str) -> None:
         why = f"the Ray cluster {address} cannot be joined: {error}"
         here = f"this machine must be a node of it: ray start --address={address} --num-cpus=0"
         raise EngineError(f"{why} ({here})") from error
-    beyond = [
-        node["NodeManagerAddress"] for node in ray.nodes() if not is_loopback_host(node["NodeManagerAddress"])
-    ]
-    if (beyond or not loopback) and answers_anybody(address):
+    try:
+        _check_refuses_strangers(address, loopback)
+    except EngineError:
         ray.shutdown()
+        raise
+
+
+def _check_refuses_strangers(address: str, loopback: bool) -> None:
+    beyond = _beyond_loopback()
+    if (beyond or not loopback) and answers_anybody(address):
         where = beyond[0] if beyond else address
         raise EngineError(
             f"the Ray cluster {address} listens on {where} and asks nobody for a token: whoever reaches its "
@@ -135,8 +158,18 @@ def _join(address: str) -> None:
 
 
 def answers_anybody(address: str) -> bool:
-    """Does a cluster answer somebody who has no token? Asked by a process that has none."""
-    command = [sys.executable, "-c", _PROBE, address]
+    """Does a cluster answer without a token? EngineError if that cannot be told."""
+    command = [sys.executable, "-P", "-c", _PROBE, address]  # -P: nothing from the working directory
     environment = environment_without_ray_token()
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=_PROBE_SECONDS)
-    return done.returncode == 0
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_PROBE_SECONDS
+        )
+        answer, why = done.stdout.strip(), done.stderr.strip().rpartition("\n")[2]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        answer, why = "", str(error)
+    if answer not in ("answered", "refused"):
+        raise EngineError(
+            f"cannot tell whether the Ray cluster {address} refuses those without a token: {why}"
+        )
+    return answer == "answered"

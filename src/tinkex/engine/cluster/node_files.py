@@ -1,7 +1,7 @@
-"""Directories of adapters as values: how files get from the server's disk to actors on other nodes and back.
+"""Adapter directories as values: moves files between the server's disk and actors on other nodes.
 
 An actor sees the server's disk only on the server's own node; on others it works in a temporary directory.
-Arrays of bytes, because Ray's object store neither copies nor pickles those.
+Values are byte arrays, which Ray's object store neither copies nor pickles.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The contract's trainer over `TrainerActor`s: a queue in this process, one command at a time over there.
 
-A command that has not been sent can be cancelled. When an actor is gone, everything that was not answered
-fails with EngineLost, and so does what comes after: a command is never sent twice, because nobody knows
-whether it was executed.
+A command that has not been sent can be cancelled. When an actor is gone, all unanswered and all
+later commands fail with EngineLost. A command is never sent twice, because it may have been executed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from tinkex.engine.cluster.actors import StoredExport, is_lost
 from tinkex.engine.cluster.trainer_group import TrainerGroup
@@ -47,7 +46,7 @@ def _itself(export: Any) -> Any:
 
 
 class RemoteTrainer:
-    """One trainer, whatever processes it has."""
+    """One trainer of one or several processes."""
 
     def __init__(self, group: TrainerGroup) -> None:
         self._group = group
@@ -60,6 +59,10 @@ class RemoteTrainer:
     def beat(self) -> Heartbeat:
         """Its last report."""
         return self._group.beat
+
+    @property
+    def actors(self) -> list[Any]:
+        return self._group.actors
 
     def submit(self, command: Command[R]) -> Future[R]:
         future: Future[R] = Future()
@@ -81,16 +84,12 @@ class RemoteTrainer:
             with contextlib.suppress(RayError):
                 ray.kill(actor)
 
-    def watch(self) -> None:
-        """Notice that a process is gone while it has nothing to do; called now and then, blocks shortly."""
-        if self.trouble or self._queue:
-            return
-        try:
-            self._group.watch(10.0)
-        except GetTimeoutError:
-            return  # a command holds it up
-        except RayError as error:
-            self.close(_why(error))
+    def heard(self, actor: Any, told: Heartbeat | Exception) -> None:
+        """One of its processes has reported, or is lost."""
+        if isinstance(told, Exception):
+            self.close(_why(told))
+        elif actor is self.actors[0]:
+            self._group.beat = told
 
     def _run(self) -> None:
         while True:

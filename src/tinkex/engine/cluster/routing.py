@@ -1,8 +1,8 @@
 """Which sampler gets a request, and how many samplers there should be. Pure: no Ray, no clock, no threads.
 
 Requests with the same adapter and the same beginning of the prompt go to the same sampler, which has both the
-adapter and the prefix's KV pages: rendezvous hashing, so that a sampler that comes or goes moves only its own
-share. No sampler takes more than `BOUND` times the mean load: what is above it goes to the next in the order.
+adapter and the prefix's KV pages: rendezvous hashing, so that adding or removing a sampler moves only its own
+share. No sampler takes more than `BOUND` times the mean load: the excess goes to the next in the order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ranked(key: bytes, samplers: Mapping[int, int] | list[int]) -> list[int]:
 def choose(key: bytes, loads: Mapping[int, int], size: int, capacity: int) -> int | None:
     """The sampler for `size` more sequences, by the sequences that each has; None if all are full.
 
-    A request that is larger than `capacity` is admitted alone.
+    A request that is larger than `capacity` is admitted to an idle sampler.
     """
     if not loads:
         return None

@@ -1,10 +1,9 @@
-"""The contract's sampler over several `SamplerActor`s: routing, adapters on first use, and repeats.
+"""The contract's sampler over several `SamplerActor`s: routing, adapters on first use, and retries.
 
-A request whose sampler died before it answered anything is sent to another one; it waits while there is none.
-A stream of which something was delivered ends with EngineLost instead. Files of adapters are checked on one
-sampler when they are published; other samplers load an adapter when it is first used there. Samplers that
-have a run's last adapter load its next one at once: they will be asked for it. A lock guards everything: any
-event loop and any thread may call.
+A request whose sampler dies before it has answered is retried on another one, as soon as there is one. A
+stream that has already yielded ends with EngineLost instead. Adapter files are checked on one sampler when
+they are published; other samplers load an adapter on first use. Samplers that hold a run's previous adapter
+prefetch its next one. A lock guards everything, so any event loop and any thread may call.
 """
 
 from __future__ import annotations
@@ -81,11 +80,12 @@ class SamplerPool:
         self.capacity, self._changed = capacity, changed
         self.samplers: dict[int, RemoteSampler] = {}
         self._published: dict[str, Stored | Location] = {}
+        self._publishing: dict[str, Future[None]] = {}  # those that no sampler has checked yet
         self._latest: dict[str, str] = {}  # by run, the last of its adapters that a trainer exported
-        self._loading: set[asyncio.Task[None]] = set()  # adapters that nobody has asked for yet
+        self._loading: set[asyncio.Task[None]] = set()  # adapters being prefetched
         self._retiring: dict[str, Stored | Location | None] = {}  # those that requests still use
-        self._users = Counter[str]()  # requests, by adapter
-        self._unused: dict[str, list[Future[None]]] = {}  # who waits for the last of them
+        self._users = Counter[str]()  # requests in flight, by adapter
+        self._unused: dict[str, list[Future[None]]] = {}  # calls of `retire`, waiting for the last of them
         self._waiting: deque[_Waiting] = deque()
         self._lock = threading.RLock()
         self.trouble = ""
@@ -118,23 +118,36 @@ class SamplerPool:
 
     async def publish(self, name: str, source: Location | ExportedAdapter) -> None:
         self._check_open()
-        if name in self._published:
-            return
-        if isinstance(source, RemoteExport):  # of one of our trainers: it fits, and samplers pull it together
-            return self._publish_export(name, source.stored)
-        stored = await asyncio.to_thread(_stored, source)
         with self._lock:
-            self._published.setdefault(name, stored)
+            begun = self._publishing.get(name)
+            if begun is None and name in self._published:
+                return
+            if begun is None and isinstance(source, RemoteExport):  # of one of our trainers: it fits
+                return self._publish_export(name, source.stored)
+            done = begun or self._publishing.setdefault(name, Future())
+        if begun is not None:
+            await asyncio.shield(asyncio.wrap_future(done))
+            return await self.publish(name, source)
         try:
-            for _ in range(MAX_REPEATS):
-                with contextlib.suppress(SamplerLost):
-                    async with self._taken(name.encode(), 0) as sampler:
-                        return await self._have(sampler, name)
-            raise EngineError(f"{MAX_REPEATS} samplers died while they loaded adapter {name!r}")
+            await self._publish_files(name, source)
         except BaseException:
             with self._lock:
                 self._published.pop(name, None)
             raise
+        finally:
+            with self._lock:
+                del self._publishing[name]
+            done.set_result(None)
+
+    async def _publish_files(self, name: str, source: Location | ExportedAdapter) -> None:
+        stored = await asyncio.to_thread(_stored, source)
+        with self._lock:
+            self._published[name] = stored
+        for _ in range(MAX_REPEATS):
+            with contextlib.suppress(SamplerLost):
+                async with self._taken(name.encode(), 0) as sampler:
+                    return await self._have(sampler, name)
+        raise EngineError(f"{MAX_REPEATS} samplers died while they loaded adapter {name!r}")
 
     def _publish_export(self, name: str, stored: StoredExport) -> None:
         with self._lock:
@@ -147,7 +160,7 @@ class SamplerPool:
             task.add_done_callback(self._loading.discard)
 
     async def _have_early(self, sampler: RemoteSampler, name: str) -> None:
-        with contextlib.suppress(EngineError, SamplerLost):  # whoever asks for it tries again
+        with contextlib.suppress(EngineError, SamplerLost):  # the first request for it tries again
             await self._have(sampler, name)
 
     async def retire(self, name: str) -> None:
@@ -199,6 +212,8 @@ class SamplerPool:
             with self._lock:
                 self._users[name] -= 1
                 unused = [] if self._users[name] else self._unused.pop(name, [])
+                if not self._users[name]:
+                    del self._users[name]
             for waiting in unused:
                 settle(waiting, None)
 
@@ -261,7 +276,7 @@ class SamplerPool:
             if begins := loaded is None:
                 loaded = sampler.adapters[name] = Future()
         if begins:
-            # Not cancelled with the request that asked first: others may wait for it by then.
+            # Not cancelled with the first request: others may be waiting for it.
             loading = asyncio.get_running_loop().create_task(self._load(sampler, name, source, loaded))
             await asyncio.shield(loading)
         else:
@@ -328,7 +343,7 @@ class SamplerPool:
                 _cancel(generator)
 
     def _gone(self, sampler: RemoteSampler, error: BaseException) -> Exception:
-        """What to raise: EngineLost if all is over, else SamplerLost, upon which a request is repeated."""
+        """What to raise: EngineLost if the pool is closed, else SamplerLost, and the request is retried."""
         if self.trouble:
             return EngineLost(self.trouble)
         if not isinstance(error, TaskCancelledError):
@@ -339,11 +354,12 @@ class SamplerPool:
 
     def add(self, sampler: RemoteSampler) -> None:
         with self._lock:
+            self._check_open()
             self.samplers[sampler.number] = sampler
             self._admit()
 
     def lose(self, sampler: RemoteSampler) -> None:
-        """This one is gone, or is to go at once."""
+        """Remove and kill a sampler that is dead or no longer wanted."""
         with self._lock:
             if not sampler.alive:
                 return
@@ -354,7 +370,7 @@ class SamplerPool:
         self._changed()
 
     def spare(self) -> RemoteSampler | None:
-        """The sampler that would be missed least; it gets no new requests from now on."""
+        """The least loaded sampler, which gets no new requests from now on."""
         with self._lock:
             staying = [s for s in self.samplers.values() if not s.leaving and s.bundle is None]
             if not staying:

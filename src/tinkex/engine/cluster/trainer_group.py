@@ -1,9 +1,9 @@
 """The processes of one trainer: one, or several that share the datums of every pass (data parallel).
 
-Each has every adapter. A pass is checked by all, and each computes its share of the datums; before a step the
-gradients of all go through Ray's object store, and each adds them up in the same order. Their adapters are
-bitwise identical at any time, and the first writes files. Where they do not agree, the trainer is lost.
-Files of this process's disk are read and written here for those on other nodes.
+Each has every adapter. All check a pass, and each computes its share of the datums. Before a step, they
+exchange gradients through Ray's object store, and each sums them in the same order. So their adapters stay
+bitwise identical, and the first one writes files. If only some of them fail, the trainer is lost. For
+processes on other nodes, files of this process's disk are read and written here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class TrainerGroup:
     def __init__(self, actors: Sequence[Any], beat: p.Heartbeat, nodes: Sequence[str]) -> None:
         self.actors, self.beat = list(actors), beat
         self._far = [node != this_node() for node in nodes]
-        self._shares: dict[str, dict[int, p.PassProgress | p.SharedPasses]] = {}  # by ticket and process
+        # By ticket: the runs whose passes are not abandoned, and what each process has of the passes.
+        self._tickets: dict[str, tuple[set[str], dict[int, p.PassProgress | p.SharedPasses]]] = {}
 
     def execute_all(self, commands: Sequence[p.Command[Any]]) -> list[Any]:
         """The results of some short commands, an EngineError where one failed; RayError as `execute`."""
@@ -49,15 +50,16 @@ class TrainerGroup:
         match command:
             case p.SaveAdapter(_, location) if self._far[0] and not store.is_remote(location):
                 return self._save(command)
-            case p.LoadAdapter():
-                return self._load(command)
+            case p.LoadAdapter(run):
+                lora = self._load(command)
+                self._abandon(run)
+                return lora
             case _ if len(self.actors) == 1:
                 return self._ask([self.actors[0].execute.remote(command)])[0]
             case p.ForwardBackward(passes):
                 sent, count = ray.put(passes), len(self.actors)
                 begun = self._all(lambda actor, n: actor.begin.remote(sent, (n, count)))
-                self._shares[begun[0].ticket] = dict(enumerate(begun))
-                return self._progress(begun[0].ticket)
+                return self._progress(begun[0].ticket, {one.run for one in passes}, dict(enumerate(begun)))
             case p.ContinuePasses(ticket):
                 return self._continue(ticket)
             case p.OptimStep(run):
@@ -69,12 +71,11 @@ class TrainerGroup:
                 return self._create(p.CreateAdapter(run, replace(lora, seed=seed)))
             case p.SaveAdapter() | p.ExportAdapter() | p.CheckLoss():
                 return self._ask([self.actors[0].execute.remote(command)])[0]
+            case p.ClearGradients(run) | p.DropAdapter(run):
+                self._abandon(run)
+                return self._all(lambda actor, _: actor.execute.remote(command))[0]
             case _:
                 return self._all(lambda actor, _: actor.execute.remote(command))[0]
-
-    def watch(self, timeout: float) -> None:
-        """Have a report of each; RayError if one is gone."""
-        self.beat = ray.get([actor.beat.remote() for actor in self.actors], timeout=timeout)[0]
 
     def _save(self, command: p.SaveAdapter) -> int:
         ((files,),) = self._ask([self.actors[0].save.remote(command)])
@@ -100,26 +101,31 @@ class TrainerGroup:
 
         return self._all(ask)[0]
 
-    def _continue(self, ticket: str) -> Any:
-        shares = self._shares.get(ticket)
-        if shares is None:
-            raise p.EngineError(f"no passes with the ticket {ticket!r} are under way")
-        going = [n for n, share in shares.items() if isinstance(share, p.PassProgress)]
-        asked = [self.actors[n].execute.remote(p.ContinuePasses(ticket)) for n in going]
-        answers = self._ask(asked)
-        if failed := [one for one in answers if isinstance(one, p.EngineError)]:
-            del self._shares[ticket]  # its passes were abandoned
-            raise failed[0]
-        shares.update(zip(going, answers, strict=True))
-        return self._progress(ticket)
+    def _abandon(self, run: str) -> None:
+        """Forget the tickets of which all passes are abandoned, as the processes do."""
+        for ticket, (runs, _) in list(self._tickets.items()):
+            runs.discard(run)
+            if not runs:
+                del self._tickets[ticket]
 
-    def _progress(self, ticket: str) -> Any:
+    def _continue(self, ticket: str) -> Any:
+        if ticket not in self._tickets:
+            raise p.EngineError(f"no passes with the ticket {ticket!r} are under way")
+        runs, shares = self._tickets.pop(ticket)  # nobody can continue those that fail now
+        going = [n for n, share in shares.items() if isinstance(share, p.PassProgress)]
+        answers = self._ask([self.actors[n].execute.remote(p.ContinuePasses(ticket)) for n in going])
+        if failed := [one for one in answers if isinstance(one, p.EngineError)]:
+            raise failed[0]
+        return self._progress(ticket, runs, shares | dict(zip(going, answers, strict=True)))
+
+    def _progress(
+        self, ticket: str, runs: set[str], shares: dict[int, p.PassProgress | p.SharedPasses]
+    ) -> Any:
         """How far the last of them is; the outcomes, once all have computed their shares."""
-        shares = self._shares[ticket].values()
-        if going := [share for share in shares if isinstance(share, p.PassProgress)]:
+        if going := [share for share in shares.values() if isinstance(share, p.PassProgress)]:
+            self._tickets[ticket] = runs, shares
             return min(going, key=lambda one: one.done / one.total)
-        del self._shares[ticket]
-        sent = ray.put(tuple(shares))
+        sent = ray.put(tuple(shares.values()))
         return self._all(lambda actor, n: actor.finish.remote(ticket, sent, n == 0))[0]
 
     def _create(self, command: p.CreateAdapter) -> None:
