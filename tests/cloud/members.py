@@ -98,6 +98,10 @@ def balancer(ports: list[int]) -> Iterator[str]:
     finally:
         loop.call_soon_threadsafe(task.cancel)
         thread.join(10)
+        for left in asyncio.all_tasks(loop):
+            left.cancel()
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
 
 
 async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

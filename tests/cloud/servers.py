@@ -1,7 +1,8 @@
-"""A real Postgres and a real S3 server (SeaweedFS), both from PyPI wheels, on loopback."""
+"""A real Postgres and a real S3 server (SeaweedFS) from PyPI wheels, on loopback; and a relay that fails."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,7 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,3 +109,71 @@ def control_plane(place: Path) -> Iterator[tuple[str, ...]]:
                 os.environ.pop(name)
                 if value is not None:
                     os.environ[name] = value
+
+
+class Relay:
+    """A TCP relay to a Postgres of `postgres_server`, for networks that fail: `url` is its database there."""
+
+    def __init__(self, postgres: str) -> None:
+        address, _, query = postgres.partition("?host=")
+        self._socket = f"{urllib.parse.unquote(query)}/.s.PGSQL.5432"
+        self.port = free_ports(1)[0]
+        self.url = address.replace("@/", f"@127.0.0.1:{self.port}/")
+        self._loop, started = asyncio.new_event_loop(), threading.Event()
+        self._open, self._silent, self._refuses = (
+            set[asyncio.StreamWriter](),
+            set[asyncio.StreamWriter](),
+            False,
+        )
+        self._serving = self._loop.create_task(self._serve(started))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert started.wait(10)
+
+    def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._serving)
+
+    async def _serve(self, started: threading.Event) -> None:
+        async with await asyncio.start_server(self._handle, "127.0.0.1", self.port):
+            started.set()
+            await asyncio.get_running_loop().create_future()
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._refuses:
+            return writer.close()
+        there, back = await asyncio.open_unix_connection(self._socket)
+        self._open.add(writer)
+        await asyncio.gather(self._pipe(reader, back, writer), self._pipe(there, writer, writer))
+
+    async def _pipe(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client: asyncio.StreamWriter
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while piece := await reader.read(65536):
+                if client in self._silent:
+                    await asyncio.get_running_loop().create_future()
+                writer.write(piece)
+                await writer.drain()
+        writer.close()
+
+    def silence(self) -> None:
+        """Forward nothing more on the connections that there are; they stay open, and new ones work."""
+        self._silent |= self._open
+
+    def cut(self) -> None:
+        """Close all connections, and accept none."""
+        self._refuses = True
+        for writer in self._open:
+            self._loop.call_soon_threadsafe(writer.close)
+
+    def mend(self) -> None:
+        self._refuses = False
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._serving.cancel)
+        self._thread.join(10)
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0.01))
+        self._loop.close()

@@ -29,8 +29,8 @@ async def dead(home: Path, postgres: str, root: str, **changes) -> Service:
 
 def stall(service: Service) -> None:
     assert service.peers is not None
-    assert service.peers._keeping is not None
-    service.peers._keeping.cancel()
+    for task in service.peers._tasks:
+        task.cancel()
 
 
 async def end(service: Service) -> None:

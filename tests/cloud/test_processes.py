@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from typing import Any
 
 import numpy as np
 import psycopg
@@ -142,6 +143,39 @@ def test_any_server_answers_for_any_session_and_keys_hold_for_all(two, postgres,
         eventually(lambda member=member: _status(member.url, "tml-x") == 401, 10)
         statuses[member.url] = _status(member.url, key)
     assert set(statuses.values()) == {200}
+
+
+def test_a_stream_of_another_servers_sampler_passes_through(two):
+    service, run = new_run(two[0].url)
+    with service:
+        sampler = run.save_weights_and_get_sampling_client()
+        prompt, params = ModelInput.from_ints([5, 6, 7]), SamplingParams(max_tokens=6, seed=3)
+        told = sampler.sample(prompt, 1, params).result(timeout=60).sequences[0].tokens
+        asked = {
+            "sampling_session_id": sampler._sampling_session_id, "num_samples": 1,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+            "sampling_params": {"max_tokens": 6, "seed": 3},
+        }  # fmt: skip
+        for member in two:
+            *tokens, (last, whole) = _events(f"{member.url}/api/v1/stream_sample", asked)
+            assert {name for name, _ in tokens} == {"tokens"}
+            assert [token for _, event in tokens for token in event["tokens"]] == told
+            assert len(tokens) > 1
+            assert last == "done"
+            assert whole["sequences"][0]["tokens"] == told
+
+
+def _events(url: str, asked: dict[str, Any]) -> list[tuple[str, Any]]:
+    headers = {"X-API-Key": "tml-x", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
+    found = []
+    with urllib.request.urlopen(request) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for block in answer.read().decode().strip().split("\n\n"):
+            fields = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
+            if fields and fields["data"] != "[DONE]":
+                found.append((fields.get("event", ""), json.loads(fields["data"])))
+    return found
 
 
 def _status(url: str, key: str) -> int:

@@ -122,7 +122,7 @@ async def test_quotas_count_what_is_in_the_store(tmp_path, s3):
     async with serving(tmp_path / "home", store=s3, disk_per_user=60_000) as service:
         ann = User(service)
         run, seq = await ann.run(), 1
-        while (stored := service.files.in_store and service._stored_bytes("ann")) < 20_000:
+        while (stored := service.files.in_store and service.ledger.checkpoint_bytes("ann")) < 20_000:
             await ann.save(run, seq, f"n{seq}")
             seq += 1
         assert stored == sum(store.files(s3).values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from contextlib import closing
 from pathlib import Path
@@ -10,9 +11,10 @@ import psycopg
 import pytest
 
 from tinkex.errors import InvalidInputError
+from tinkex.service import ledger_connection
 from tinkex.service.ledger_file import LedgerError
 from tinkex.service.ledger_mirror import MirroredLedger
-from tinkex.service.ledger_postgres import Fenced, SharedDatabase
+from tinkex.service.ledger_postgres import _SHARED, Fenced, SharedDatabase, translate
 from tinkex.service.ledger_schema import MIGRATIONS
 from tinkex.service.rows import (
     TABLES,
@@ -151,7 +153,10 @@ def test_an_owner_that_was_taken_over_can_commit_nothing(postgres, tmp_path):
     heir = Member(postgres, tmp_path / "h", "h")
     zombie.ledger.add_session(SessionRow("s", "ann", 1.0, 1.0))
     zombie.send()
-    assert heir.database.take_over("h") == ["z"]
+    assert heir.database.fence("h") == ["z"]
+    heir.follow()
+    assert heir.ledger.lease("s").server == "z"  # until its files are with the heir
+    heir.database.take_over("h", ["z"])
     heir.follow()
     assert (heir.ledger.lease("s").server, heir.ledger.lease("s").epoch) == ("h", 2)
     zombie.ledger.update_session("s", display_name="from the grave")
@@ -160,12 +165,15 @@ def test_an_owner_that_was_taken_over_can_commit_nothing(postgres, tmp_path):
             attempt()
     heir.follow()
     assert heir.ledger.session("s").display_name is None
-    assert heir.database.take_over("h") == ["z"]  # until its log is had, it is named again
+    assert heir.database.fence("h") == ["z"]  # until its log is had, it is named again
     heir.database.forget("z")
-    assert heir.database.take_over("h") == []
+    assert heir.database.fence("h") == []
     heir.database.expire("h")
     last = Member(postgres, tmp_path / "l", "l")
-    assert last.database.take_over("l") == ["h"]
+    assert heir.database.fence("h") == []  # nobody fences with an expired lease of one's own
+    assert last.database.fence("l") == ["h"]
+    with pytest.raises(Fenced):
+        heir.database.take_over("h", ["z"])
     for member in (zombie, heir, last):
         member.close()
 
@@ -173,7 +181,7 @@ def test_an_owner_that_was_taken_over_can_commit_nothing(postgres, tmp_path):
 def test_databases_that_cannot_be_used_are_told(postgres, monkeypatch):
     with pytest.raises(InvalidInputError, match="postgresql://USER@HOST/DATABASE"):
         SharedDatabase("postgresql://?nonsense=1")
-    monkeypatch.setattr("tinkex.service.ledger_postgres.CONNECT_SECONDS", 1.0)
+    monkeypatch.setitem(ledger_connection.DEFAULTS, "connect_timeout", 1)
     with pytest.raises(LedgerError, match=r"the database x at 127.0.0.1 cannot be reached"):
         SharedDatabase("postgresql://127.0.0.1:1/x")
     SharedDatabase(postgres).close()
@@ -181,3 +189,37 @@ def test_databases_that_cannot_be_used_are_told(postgres, monkeypatch):
         db.execute("UPDATE meta SET value = '999' WHERE name = 'version'")
     with pytest.raises(LedgerError, match="newer Tinkex"):
         SharedDatabase(postgres)
+
+
+@pytest.mark.parametrize("seen", [1, 4, len(MIGRATIONS) - 1])
+def test_rows_of_an_older_version_are_there_after_an_upgrade(postgres, tmp_path, seen):
+    """A database as an older version left it, with rows: servers of this one read them, and go on."""
+    with psycopg.connect(postgres) as db:
+        db.execute(_SHARED)
+        for migration in MIGRATIONS[:seen]:
+            migration(lambda sql: db.execute(translate(sql).replace("%%", "%")))
+        db.execute("INSERT INTO meta VALUES ('version', %s)", [str(seen)])
+        db.execute(
+            "INSERT INTO sessions (session_id, owner, created_at, last_seen_at, tags, display_name, "
+            "sdk_version, status) VALUES ('s', 'ann', 1, 2, '[]', 'old', '', '{\"type\": \"active\"}')"
+        )
+        db.execute(
+            "INSERT INTO runs (run_id, session_id, model_seq_id, owner, base_model, lora, created_at, "
+            "last_request_at, optimizer_config, corrupted, state) VALUES ('s:train:0', 's', 0, 'ann', 'm', "
+            "%s, 1, 2, '{}', 0, 'evicted')",
+            [json.dumps(vars(LoraConfig(rank=4, seed=1)))],
+        )
+    a, b = [Member(postgres, tmp_path / name, name) for name in ("a", "b")]
+    for member in (a, b):
+        assert member.ledger.session("s").display_name == "old"
+        assert member.ledger.run("s:train:0").lora.rank == 4
+        assert member.ledger.run("s:train:0").trainer == -1
+    a.ledger.update_session("s", display_name="new")
+    a.send()
+    b.follow()  # its triggers are there too
+    assert b.ledger.session("s").display_name == "new"
+    with psycopg.connect(postgres) as db:
+        found = db.execute("SELECT value FROM meta WHERE name = 'version'").fetchone()
+        assert found == (str(len(MIGRATIONS)),)
+    for member in (a, b):
+        member.close()

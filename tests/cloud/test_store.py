@@ -119,3 +119,15 @@ def test_wrong_locations_and_a_dead_store_are_told(monkeypatch, s3):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(store.StoreError, match=r"cannot create s3://.*other/x: "):
         store.create_file("s3://other/x", b"1")
+
+
+def test_a_large_file_is_put_in_parts(s3, tmp_path):
+    (tmp_path / "x.bin").write_bytes(b"x" * (11 << 20))
+    (tmp_path / "y.bin").write_bytes(b"y")
+    store.write_file(tmp_path / "x.bin", store.join(s3, "x.bin"))
+    store.upload(tmp_path, store.join(s3, "adapter"))
+    bucket, prefix = obstore.store.from_url(f"s3://{BUCKET}"), s3.removeprefix(f"s3://{BUCKET}/")
+    names = ("x.bin", "adapter/x.bin", "adapter/y.bin")
+    tags = [obstore.head(bucket, f"{prefix}/{name}")["e_tag"] for name in names]
+    # S3 names an object of parts after their number.
+    assert [tag.strip('"').partition("-")[2] for tag in tags] == ["3", "3", ""]

@@ -1,9 +1,8 @@
 """A server's log of what it has appended to its files, as numbered objects of a shared store.
 
-Each object is created once, and only if there is none of its number (a conditional put). Whoever takes over
-from a server seals its log first, by creating the next object itself: from then on the server's own attempts
-fail, however late they come, and nothing that it acknowledged is missing below the seal. Damage is a
-JournalError with the object's name. Everything blocks. Knows nothing of what the files mean.
+Objects are numbered and created with conditional puts. A server that takes over writes the next number itself
+(the seal), so a late write by the old owner fails and everything it acknowledged precedes the seal. Damage is
+a JournalError with the object's name. Everything blocks. Knows nothing of what the files mean.
 """
 
 from __future__ import annotations
@@ -11,6 +10,9 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from zlib import crc32
@@ -21,6 +23,7 @@ from tinkex.service.runs.segments import JournalError
 _MAGIC = b"tinkex commits 1\n"
 _HEAD = struct.Struct("<II")  # bytes of the JSON head, and a checksum of head and body
 OBJECT_BYTES = 32 << 20  # of one object, unless one piece is larger
+PATIENCE = 60.0  # seconds for which a store that cannot be reached is tried again
 GONE = -1  # as a piece's offset: the file was deleted
 
 
@@ -73,7 +76,7 @@ class CommitLog:
         self._next = self._first = 1
         self.size = 0  # bytes since `begin_anew`
 
-    def append(self, pieces: list[Piece]) -> None:
+    def append(self, pieces: Iterable[Piece]) -> None:
         """Keep these pieces. SealedError if another server has taken over."""
         batch, size = list[Piece](), 0
         for piece in pieces:
@@ -85,24 +88,34 @@ class CommitLog:
         self._create(batch)
 
     def _create(self, pieces: list[Piece]) -> None:
+        """Write the next object; again, if the store cannot be reached meanwhile."""
         name, content = f"{self._place}/{self._next:08d}", _encode(self._server, self._first, pieces)
-        try:
-            store.create_file(name, content, sync=self._sync)
-        except store.LocationExistsError:
-            if store.read_file(name) != content:  # else an answer was lost, and it was sent again
-                raise SealedError(f"{name} was written by another server") from None
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                with suppress(store.LocationExistsError):
+                    store.create_file(name, content, sync=self._sync)
+                    break
+                if store.read_file(name) == content:  # an answer was lost, and it was sent again
+                    break
+                raise SealedError(f"{name} was written by another server")
+            except store.StoreError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.5)
         self._next += 1
         self.size += len(content)
 
-    def begin_anew(self, pieces: list[Piece]) -> None:
+    def begin_anew(self, pieces: Iterable[Piece]) -> None:
         """Keep all that is still needed, and then delete what was written before."""
         old, self.size = range(self._first, self._next), 0
         first = self._next
         self.append(pieces)
         self._first = first
         self.append([])  # from here on, whoever reads the log begins there
-        for number in old:
-            store.remove_file(f"{self._place}/{number:08d}")
+        with suppress(store.StoreError):  # what stays is in nobody's way, and goes with the log
+            for number in old:
+                store.remove_file(f"{self._place}/{number:08d}")
 
 
 def log_place(root: str, server: str) -> str:

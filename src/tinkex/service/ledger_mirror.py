@@ -1,7 +1,7 @@
 """A server's copy of a shared ledger, in SQLite: reads are local, and never wait.
 
 A session has one owner, and only its owner writes its rows. So a write is made here first and is sent to the
-shared database with the next group commit; nobody is told of it before it is there. What other servers write
+shared database with the next group commit, before it is acknowledged. What other servers write
 arrives with `apply`. The file is made anew by each process: it promises nothing after a restart.
 """
 
@@ -17,7 +17,7 @@ from tinkex.service.ledger import FILES, Ledger
 from tinkex.service.ledger_postgres import Change, SharedDatabase, Statement
 from tinkex.service.rows import TABLES, LeaseRow, SessionRow
 
-UNNUMBERED = {"audit"}  # tables whose numbers mean nothing: each database counts for itself
+UNNUMBERED = {"audit"}  # tables whose row numbers differ between databases
 
 
 class MirroredLedger(Ledger):
@@ -34,7 +34,7 @@ class MirroredLedger(Ledger):
         self._columns = {table: self._describe(table) for table in TABLES.values()}
 
     def _describe(self, table: str) -> tuple[list[str], list[str]]:
-        """Its columns, and those of its key; without a key, what tells its rows apart."""
+        """Its columns, and those of its key; without a key, those that identify a row."""
         found = self._db.execute(f"PRAGMA table_info({table})").fetchall()
         names = [name for _, name, *_ in found if name != "checksum"]
         keys = [name for _, name, _, _, _, part in found if part]
@@ -42,7 +42,7 @@ class MirroredLedger(Ledger):
 
     @property
     def had_keys(self) -> bool:
-        """The database cannot be lost by losing a file: its keys, revoked ones too, say it."""
+        """Asks for keys, revoked ones too: the database is not lost with a file."""
         return bool(self.keys())
 
     def _mark_keyed(self) -> None:
@@ -79,7 +79,9 @@ class MirroredLedger(Ledger):
     # -- following ---------------------------------------------------------------------------------------
 
     def fill(self, rows: dict[str, list[dict[str, Any]]]) -> None:
-        """Take all rows of the shared database."""
+        """Take all rows of the shared database, and no others."""
+        for table in reversed(TABLES.values()):
+            self._db.execute(f"DELETE FROM {table}")
         self.apply(Change(table, False, row) for table in TABLES.values() for row in rows[table])
 
     def apply(self, changes: Iterable[Change]) -> None:
@@ -114,7 +116,7 @@ class MirroredLedger(Ledger):
 
 @contextmanager
 def visiting(url: str) -> Generator[MirroredLedger]:
-    """The shared ledger for a command beside its servers: what it writes is committed at the end."""
+    """The shared ledger for a command, while servers run: what it writes is committed at the end."""
     database, written = SharedDatabase(url), list[Statement]()
     try:
         with tempfile.TemporaryDirectory(prefix="tinkex-") as place:

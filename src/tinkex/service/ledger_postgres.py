@@ -24,13 +24,15 @@ from tinkex.service.rows import TABLES
 
 if TYPE_CHECKING:
     from psycopg import Connection
-    from psycopg_pool import ConnectionPool
+
+    from tinkex.service.ledger_connection import AnsweredConnection
 
 T = TypeVar("T")
+Row = tuple[Any, ...]
 Statement = tuple[str, Sequence[Any]]
-CONNECT_SECONDS = 10.0
 PATIENCE = 60.0  # seconds for which a lost connection is tried again before a write fails
 KEPT_CHANGES = "1 hour"  # a server that did not follow for so long has lost its lease anyway
+SILENCE = 15.0  # seconds without an answer after which a connection counts as lost
 _MIGRATING = 0x54494E4B  # an advisory lock: one server migrates at a time
 
 _SHARED = """
@@ -111,86 +113,89 @@ def _value(value: Any) -> Any:
 class SharedDatabase:
     """One Postgres database, opened and brought to this version."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, silence: float = SILENCE) -> None:
+        self._silence = silence
         try:
             import psycopg
             from psycopg.conninfo import conninfo_to_dict
-            from psycopg_pool import ConnectionPool, PoolTimeout
+            from psycopg_pool import PoolTimeout
+
+            from tinkex.service.ledger_connection import DEFAULTS, pool
         except ImportError as error:
             why = f"Postgres needs more packages: pip install 'tinkex[postgres]' ({error})"
             raise InvalidInputError(why) from None
-        self._errors, self._lost = psycopg.Error, (psycopg.OperationalError, PoolTimeout)
+        self._errors = psycopg.Error
+        self._lost = (psycopg.OperationalError, psycopg.InternalError, PoolTimeout)
         try:
-            where = conninfo_to_dict(url)
+            where: dict[str, Any] = DEFAULTS | conninfo_to_dict(url)
         except psycopg.Error as error:
             raise InvalidInputError(
                 f"--ledger is no Postgres URL ({error}); write postgresql://USER@HOST/DATABASE"
             ) from None
         self.name = f"the database {where.get('dbname') or 'postgres'} at {where.get('host') or 'localhost'}"
-        self._pool: ConnectionPool[Connection[tuple[Any, ...]]] = ConnectionPool(
-            url, min_size=1, max_size=4, timeout=CONNECT_SECONDS, open=False,
-            kwargs={"connect_timeout": int(CONNECT_SECONDS), "autocommit": True},
-        )  # fmt: skip
+        self._pool = pool(where)
         try:
-            psycopg.connect(url, connect_timeout=int(CONNECT_SECONDS)).close()  # a pool would not say why
-            self._pool.open(wait=True, timeout=CONNECT_SECONDS)
+            with psycopg.connect(**where) as db:  # a pool would not say why it cannot connect
+                self._migrate(db)
+            self._pool.open(wait=True, timeout=float(where["connect_timeout"]))
         except (psycopg.Error, PoolTimeout) as error:
             self._pool.close()
-            why = " ".join(str(error).split())
-            raise LedgerError(f"{self.name} cannot be reached: {why}") from error
-        self._migrate()
+            how = "reached" if isinstance(error, self._lost) else "used"
+            raise LedgerError(f"{self.name} cannot be {how}: {' '.join(str(error).split())}") from error
 
     def close(self) -> None:
         self._pool.close()
 
     @contextmanager
-    def _transaction(self) -> Generator[Connection[tuple[Any, ...]]]:
+    def _transaction(self, silence: float) -> Generator[AnsweredConnection]:
         try:
-            with self._pool.connection() as db, db.transaction():
-                yield db
+            with self._pool.connection() as db:
+                db.silence = silence
+                with db.transaction():
+                    yield db
         except self._errors as error:
             raise LedgerError(f"{self.name} cannot be used: {error}") from error
 
-    def _patiently(self, work: Callable[[Connection[tuple[Any, ...]]], T]) -> T:
-        """Do `work` in a transaction; again, if the connection is lost meanwhile."""
+    def _patiently(self, work: Callable[[Connection[Row]], T], silence: float | None = None) -> T:
+        """Do `work` in a transaction; again, if the connection is lost, or silent for so many seconds."""
         until = time.monotonic() + PATIENCE
         while True:
             try:
-                with self._transaction() as db:
+                with self._transaction(silence or self._silence) as db:
                     return work(db)
             except LedgerError as error:
-                if not isinstance(error.__cause__, self._lost) or time.monotonic() > until:
+                given_up = time.monotonic() > until or self._pool.closed
+                if given_up or not isinstance(error.__cause__, self._lost):
                     raise
                 time.sleep(0.2)
 
-    def _migrate(self) -> None:
-        with self._transaction() as db:
-            db.execute("SELECT pg_advisory_xact_lock(%s)", [_MIGRATING])
-            db.execute(_SHARED)  # type: ignore[arg-type]
-            found = db.execute("SELECT value FROM meta WHERE name = 'version'").fetchone()
-            seen = int(found[0]) if found else 0
-            if seen > len(MIGRATIONS):
-                raise LedgerError(
-                    f"{self.name} was written by a newer Tinkex (schema {seen}; this one knows up to "
-                    f"{len(MIGRATIONS)}): upgrade Tinkex, or use another database"
-                )
-            for migration in MIGRATIONS[seen:]:
-                migration(lambda sql: db.execute(translate(sql).replace("%%", "%")))  # type: ignore[arg-type]
-            for table in TABLES.values() if seen < len(MIGRATIONS) else ():
-                db.execute(
-                    f"CREATE OR REPLACE TRIGGER note_change AFTER INSERT OR UPDATE OR DELETE ON {table} "  # type: ignore[arg-type]
-                    "FOR EACH ROW EXECUTE FUNCTION tinkex_note_change()"
-                )
-            self._set(db, "version", str(len(MIGRATIONS)))
+    def _migrate(self, db: Connection[Row]) -> None:
+        db.execute("SELECT pg_advisory_xact_lock(%s)", [_MIGRATING])
+        db.execute(_SHARED)  # type: ignore[arg-type]
+        found = db.execute("SELECT value FROM meta WHERE name = 'version'").fetchone()
+        seen = int(found[0]) if found else 0
+        if seen > len(MIGRATIONS):
+            raise LedgerError(
+                f"{self.name} was written by a newer Tinkex (schema {seen}; this one knows up to "
+                f"{len(MIGRATIONS)}): upgrade Tinkex, or use another database"
+            )
+        for migration in MIGRATIONS[seen:]:
+            migration(lambda sql: db.execute(translate(sql).replace("%%", "%")))  # type: ignore[arg-type]
+        for table in TABLES.values() if seen < len(MIGRATIONS) else ():
+            db.execute(
+                f"CREATE OR REPLACE TRIGGER note_change AFTER INSERT OR UPDATE OR DELETE ON {table} "  # type: ignore[arg-type]
+                "FOR EACH ROW EXECUTE FUNCTION tinkex_note_change()"
+            )
+        self._set(db, "version", str(len(MIGRATIONS)))
 
-    def _set(self, db: Connection[tuple[Any, ...]], name: str, value: str) -> None:
+    def _set(self, db: Connection[Row], name: str, value: str) -> None:
         insert = "INSERT INTO meta VALUES (%s, %s) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
         db.execute(insert, [name, value])
 
     def keep(self, name: str, value: str) -> str:
         """What is kept under a name: `value`, unless another server was first."""
 
-        def ask(db: Connection[tuple[Any, ...]]) -> str:
+        def ask(db: Connection[Row]) -> str:
             db.execute("INSERT INTO meta VALUES (%s, %s) ON CONFLICT DO NOTHING", [name, value])
             found = db.execute("SELECT value FROM meta WHERE name = %s", [name]).fetchone()
             assert found is not None
@@ -206,8 +211,11 @@ class SharedDatabase:
 
     def load(self) -> tuple[dict[str, list[dict[str, Any]]], int]:
         """All rows by table, and the number of the last change that they include."""
-        with self._transaction() as db:
-            db.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        with self._transaction(PATIENCE) as db:
+            db.execute(
+                "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ; SET LOCAL statement_timeout = 0; "
+                "SET LOCAL idle_in_transaction_session_timeout = 0"  # rows are parsed between statements
+            )
             ((newest,),) = db.execute("SELECT coalesce(max(seq), 0) FROM changes").fetchall()
             rows: dict[str, list[dict[str, Any]]] = {}
             for table in TABLES.values():
@@ -219,21 +227,21 @@ class SharedDatabase:
     def changes(self, server: str, since: int) -> tuple[list[Change], int]:
         """What others have changed since that number, in order; and the newest number."""
 
-        def ask(db: Connection[tuple[Any, ...]]) -> tuple[list[Change], int]:
+        def ask(db: Connection[Row]) -> tuple[list[Change], int]:
             found = db.execute(
                 "SELECT seq, tbl, op, CASE WHEN server = %s THEN NULL ELSE row END FROM changes "
                 "WHERE seq > %s ORDER BY seq",
                 [server, since],
             ).fetchall()
-            told = [Change(f[1], f[2] == "DELETE", _parsed(f[3])) for f in found if f[3] is not None]
-            return told, found[-1][0] if found else since
+            changes = [Change(f[1], f[2] == "DELETE", _parsed(f[3])) for f in found if f[3] is not None]
+            return changes, found[-1][0] if found else since
 
         return self._patiently(ask)
 
     def ship(self, server: str, number: int, statements: Sequence[Statement]) -> None:
         """Commit a server's batch of that number, once. Fenced if it may not write any more."""
 
-        def write(db: Connection[tuple[Any, ...]]) -> None:
+        def write(db: Connection[Row]) -> None:
             with db.pipeline():
                 db.execute("SELECT set_config('tinkex.server', %s, true)", [server])
                 mine = db.execute(
@@ -255,19 +263,19 @@ class SharedDatabase:
     def write(self, statements: Sequence[Statement]) -> None:
         """Commit what no server writes, such as keys that a command makes: every server follows."""
 
-        def work(db: Connection[tuple[Any, ...]]) -> None:
+        def work(db: Connection[Row]) -> None:
             for sql, values in statements:
                 db.execute(translate(sql), [_value(value) for value in values])  # type: ignore[arg-type]
 
         self._patiently(work)
 
     def rebuild(self, statements: Sequence[Statement], ended: Sequence[str]) -> None:
-        """Commit rebuilt rows, with servers that have ended; whoever starts takes over from the first.
+        """Commit rebuilt rows, as those of `ended` servers, whose logs are read in this order.
 
-        With it from the others, whose logs are read in this order.
+        The next server to start takes over from the first one, and with it from the others.
         """
 
-        def work(db: Connection[tuple[Any, ...]]) -> None:
+        def work(db: Connection[Row]) -> None:
             for sql, values in statements:
                 db.execute(translate(sql), [_value(value) for value in values])  # type: ignore[arg-type]
             for number, server in enumerate(ended):
@@ -287,7 +295,7 @@ class SharedDatabase:
         return self._patiently(lambda db: [url for (url,) in db.execute(sql).fetchall()])
 
     def _batch_of(self, server: str) -> int | None:
-        def ask(db: Connection[tuple[Any, ...]]) -> int | None:
+        def ask(db: Connection[Row]) -> int | None:
             found = db.execute(
                 "SELECT batch FROM servers WHERE server = %s AND NOT fenced", [server]
             ).fetchone()
@@ -297,23 +305,29 @@ class SharedDatabase:
 
     # -- servers and their leases ------------------------------------------------------------------------
 
-    def register(self, server: str, url: str, lease: float, before: str = "") -> None:
-        """Become a server. `before` is an earlier one that is known to have ended: its lease ends now."""
+    def register(self, server: str, url: str, lease: float, before: str = "") -> bool:
+        """Become a server, unless another one holds a lease at this URL.
 
-        def write(db: Connection[tuple[Any, ...]]) -> None:
+        `before` is an earlier one that is known to have ended: its lease ends now.
+        """
+
+        def write(db: Connection[Row]) -> bool:
             db.execute("UPDATE servers SET expires_at = clock_timestamp() WHERE server = %s", [before])
-            db.execute(
+            made = db.execute(
                 "INSERT INTO servers (server, url, expires_at) "
-                "VALUES (%s, %s, clock_timestamp() + make_interval(secs => %s)) ON CONFLICT DO NOTHING",
-                [server, url, lease],
+                "SELECT %s, %s, clock_timestamp() + make_interval(secs => %s) WHERE NOT EXISTS (SELECT FROM "
+                "servers WHERE url = %s AND url > '' AND NOT fenced AND expires_at > clock_timestamp() "
+                "AND server <> %s) ON CONFLICT (server) DO UPDATE SET expires_at = excluded.expires_at",
+                [server, url, lease, url, server],
             )
+            return made.rowcount == 1
 
-        self._patiently(write)
+        return self._patiently(write)
 
     def renew(self, server: str, lease: float) -> list[PeerServer]:
         """Keep the lease for so many seconds more; returns those who hold one. Fenced if it was taken."""
 
-        def write(db: Connection[tuple[Any, ...]]) -> list[PeerServer] | None:
+        def write(db: Connection[Row]) -> list[PeerServer] | None:
             kept = db.execute(
                 "UPDATE servers SET expires_at = clock_timestamp() + make_interval(secs => %s) "
                 "WHERE server = %s AND NOT fenced",
@@ -322,33 +336,46 @@ class SharedDatabase:
             live = "SELECT server, url FROM servers WHERE NOT fenced AND expires_at > clock_timestamp()"
             return [PeerServer(*row) for row in db.execute(live).fetchall()] if kept.rowcount == 1 else None
 
-        if (peers := self._patiently(write)) is None:
+        if (peers := self._patiently(write, lease / 3)) is None:
             raise Fenced(fenced(server))
         return peers
 
-    def take_over(self, server: str) -> list[str]:
-        """Fence the servers whose leases have run out, and own their sessions; those fenced first come first.
+    def fence(self, server: str) -> list[str]:
+        """Fence the servers whose leases have run out, if one's own has not; those fenced first come first.
 
-        Those are named too whose sessions an ended server had taken over, or this one has, and not finished.
+        Those are named too which a server had fenced that has ended, or this one has, and not forgotten.
         """
 
-        def write(db: Connection[tuple[Any, ...]]) -> list[str]:
-            ended = "SELECT server FROM servers WHERE NOT fenced AND expires_at < clock_timestamp()"
-            dead = [name for (name,) in db.execute(f"{ended} FOR UPDATE SKIP LOCKED").fetchall()]
-            db.execute(
-                "UPDATE servers SET fenced = true, taken_by = %s, "
-                "fenced_at = coalesce(fenced_at, clock_timestamp()) "
-                "WHERE server = ANY(%s) OR (fenced AND taken_by = ANY(%s))",
-                [server, dead, dead],
+        def write(db: Connection[Row]) -> list[str]:
+            ended = (
+                "SELECT server FROM servers WHERE NOT fenced AND expires_at < clock_timestamp() AND EXISTS "
+                "(SELECT FROM servers WHERE server = %s AND NOT fenced AND expires_at > clock_timestamp()) "
+                "FOR UPDATE SKIP LOCKED"
             )
+            if dead := [name for (name,) in db.execute(ended, [server])]:
+                db.execute(
+                    "UPDATE servers SET fenced = true, taken_by = %s, "
+                    "fenced_at = coalesce(fenced_at, clock_timestamp()) "
+                    "WHERE server = ANY(%s) OR (fenced AND taken_by = ANY(%s))",
+                    [server, dead, dead],
+                )
             taken = "SELECT server FROM servers WHERE fenced AND taken_by = %s ORDER BY fenced_at"
-            mine = [name for (name,) in db.execute(taken, [server]).fetchall()]
-            db.execute(
-                "UPDATE leases SET server = %s, epoch = epoch + 1 WHERE server = ANY(%s)", [server, mine]
-            )
-            return mine
+            return [name for (name,) in db.execute(taken, [server])]
 
         return self._patiently(write)
+
+    def take_over(self, server: str, ended: Sequence[str]) -> None:
+        """Own the sessions of servers that this one has fenced. Fenced if it was fenced itself."""
+
+        def write(db: Connection[Row]) -> bool:
+            mine = "SELECT FROM servers WHERE server = %s AND NOT fenced FOR KEY SHARE"
+            moved = "UPDATE leases SET server = %s, epoch = epoch + 1 WHERE server = ANY(%s)"
+            if unfenced := db.execute(mine, [server]).rowcount == 1:
+                db.execute(moved, [server, list(ended)])
+            return unfenced
+
+        if not self._patiently(write, PATIENCE):
+            raise Fenced(fenced(server))
 
     def forget(self, ended: str) -> None:
         """An ended server's sessions are on the log of another one."""

@@ -1,23 +1,19 @@
 """Group commit of a server that shares its ledger and its store with others.
 
-As in group_commit.py, what everybody has written since the last round becomes durable together, before
-anybody is told. Here that means: the appended bytes of journals are an object of this server's log in the
-store, and the ledger's statements are a transaction of the shared database. Both refuse a server that was
-taken over. A short outage is waited for; after a longer one, or when it was taken over, a server promises
-nothing any more (`on_lost`). The local files are working copies.
+Like group_commit.py for a shared ledger. A round writes one object with the journals' appends and commits one
+Postgres transaction. Both fail once another server has taken over; `on_lost` then reports it. A short outage
+is waited for; a longer one is reported in the same way. The local files are working copies.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tinkex.service.commit_log import GONE, CommitLog, Piece, SealedError
 from tinkex.service.group_commit import GroupCommit
 from tinkex.service.ledger_file import LedgerError
-from tinkex.service.ledger_postgres import PATIENCE, SharedDatabase, Statement, fenced
-from tinkex.store import StoreError
+from tinkex.service.ledger_postgres import SharedDatabase, Statement, fenced
 
 LOG_BYTES = 64 << 20  # of the log, beyond twice what is still needed, before it begins anew
 
@@ -45,47 +41,34 @@ class SharedCommit(GroupCommit):
         self.wrote(path)
 
     def names(self, path: Path) -> bool:
-        return False
+        """A deleted file's name is free once the log says that it was deleted."""
+        return path in self._sent
 
     def _has_work(self) -> bool:
         return bool(self._unsynced or self._statements)
 
     def _take(self) -> Callable[[], None]:
         paths, self._unsynced = self._unsynced, set()
-        statements, self._statements = self._statements, []
-        return lambda: self._share(paths, statements)
+        return lambda: self._share(paths)
 
     # -- on a thread -------------------------------------------------------------------------------------
 
-    def _share(self, paths: set[Path], statements: list[Statement]) -> None:
+    def _share(self, paths: set[Path]) -> None:
+        """Rows first: a save without its outcome is repeated; an outcome without its row would be told."""
         try:
-            shipping = self._threads.submit(self._ship, statements)
-            try:
-                self._append_to_log(paths)
-            finally:
-                shipping.result()
+            pieces = [piece for path in sorted(paths) for piece in self._pieces(path)]
+            with self._lock:  # after the files were read: with the rows of all that they speak of
+                statements, self._statements = self._statements, []
+            if statements:
+                self._database.ship(self._server, self._batch + 1, statements)
+                self._batch += 1
+            if pieces:
+                self._commits.append(pieces)
+                self._trim()
         except Exception as error:
             why = fenced(self._server) if isinstance(error, SealedError) else str(error)
             self._on_lost(why)
             raise LedgerError(why) from error
-
-    def _append_to_log(self, paths: set[Path]) -> None:
-        if pieces := [piece for path in sorted(paths) for piece in self._pieces(path)]:
-            until = time.monotonic() + PATIENCE
-            while True:
-                try:
-                    self._commits.append(pieces)
-                    break
-                except StoreError:
-                    if time.monotonic() > until:
-                        raise
-                    time.sleep(0.5)
-            self._trim()
-
-    def _ship(self, statements: list[Statement]) -> None:
-        if statements:
-            self._database.ship(self._server, self._batch + 1, statements)
-            self._batch += 1
 
     def _pieces(self, path: Path, begin: int | None = None) -> list[Piece]:
         """The bytes of a file that are not in the log yet; of a deleted directory, the end of its files."""
@@ -116,7 +99,7 @@ class SharedCommit(GroupCommit):
         sizes = [path.stat().st_size for path in self._sent if path.exists()]
         if self._commits.size > LOG_BYTES + 2 * sum(sizes):
             paths = sorted(self._sent)
-            self._commits.begin_anew([piece for path in paths for piece in self._pieces(path, 0)])
+            self._commits.begin_anew(piece for path in paths for piece in self._pieces(path, 0))
 
     def close(self) -> None:
         self._end_rounds()

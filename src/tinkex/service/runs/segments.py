@@ -134,7 +134,7 @@ class SegmentedLog:
     """An append-only log of records, in the files NAME-000001.log, NAME-000002.log, … of a directory.
 
     `append` returns when the kernel has the whole record, and otherwise leaves the log as it was. `disk` is
-    then told what to sync; without it nothing is synced. Only the last record of the last segment may be cut
+    then given what to sync; without it nothing is synced. Only the last record of the last segment may be cut
     off, and is then ignored: a segment is on the disk before the next one begins.
     """
 
@@ -291,6 +291,8 @@ class SegmentedLog:
     def delete(self, segment: int) -> None:
         os.unlink(self.path(segment))
         del self._sizes[segment]
+        if self._disk is not None:
+            self._disk.wrote(self.path(segment))
 
 
 def _joined(parts: Iterable[Bytes]) -> Iterator[bytes]:

@@ -25,12 +25,12 @@ class Snapshots:
     """Keeps and reads them; `shared`: another server must find them too."""
 
     def __init__(self, home: Home, files: SavedFiles, disk: GroupCommit, *, shared: bool) -> None:
-        self._home, self._files, self._disk, self._shared = home, files, disk, shared
+        self._home, self._files, self._disk, self.shared = home, files, disk, shared
 
     async def keep(self, run_id: str, part: Path) -> None:
         """Before it counts: its files are on the disk, or in the store."""
         await asyncio.to_thread(add_checksums, part / SNAPSHOT)
-        if not self._shared:
+        if not self.shared:
             await asyncio.to_thread(sync_tree, part)
             return
         place = self._files.new_place(self._home.run_dir(run_id) / "snapshots" / part.name)
@@ -44,7 +44,7 @@ class Snapshots:
 
     async def replaced(self, before: str, snapshot: Path | None) -> None:
         """A newer snapshot counts: the one before may go once another server would know that."""
-        if self._shared and snapshot is not None:
+        if self.shared and snapshot is not None:
             self._disk.wrote(snapshot / STORED)
             await self._disk.synced()
             if before:
