@@ -44,7 +44,7 @@ test: setup      ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not browser' $(ARGS)
 
 test-browser: setup  ## the console in a real Chromium, one test at a time
-	$(BIN)/python -m pytest -n 0 tests/server/test_console_browser.py tests/server/test_console_waits_browser.py tests/server/test_admin_browser.py $(ARGS)
+	$(BIN)/python -m pytest -n 0 tests/server/test_*_browser.py $(ARGS)
 
 test-again: setup  ## what failed in the last run, if it was at most three tests, one at a time
 	$(BIN)/python -c 'import json; exit(len(json.load(open(".pytest_cache/v/cache/lastfailed"))) > 3)'
@@ -53,7 +53,7 @@ test-again: setup  ## what failed in the last run, if it was at most three tests
 demo: setup      ## watch a real model learn, on this machine's CPU
 	$(BIN)/tinkex demo $(ARGS)
 
-compat: compat-sdk compat-cookbook  ## all of other people's clients: half an hour
+compat: compat-sdk compat-cookbook  ## all of other people's clients: 45 minutes
 
 compat-sdk: setup compat-env cookbook-env  ## official SDKs, old and new, and OpenAI's, unmodified, on `tinkex serve`
 	TINKEX_TEST_CLIENTS=all $(BIN)/python -m pytest -n 2 --dist loadfile tests/compat $(ARGS)

@@ -1,6 +1,6 @@
 """What watching costs: the server's CPU time per training step and sample with 0 and with 20 live pages open.
 
-    python bench/console.py [--pages 20] [--seconds 3] [--rounds 9] [--paced]
+    python bench/console.py [--pages 20] [--seconds 3] [--rounds 9] [--paced | --engine SHAPE]
     python bench/console.py --capture fake|smollm2-135m [--tokens 64] [--likely 0] [--rounds 20]
     python bench/console.py --recorder
 
@@ -8,6 +8,10 @@ The server is `tinkex serve` with the fake engine, in a process of its own, so t
 CPU is as large as it can be: a real engine computes longer. The last line is the same for rollouts that are
 kept (--keep-rollouts 1). CPU time, because what else the machine does changes it little; rates are told too.
 With and without alternate, and the change is the median over pairs, with its quartiles.
+
+With --engine the server computes: the CPU engine with random weights of a shape of bench/shapes.py trains on
+8 sequences of 128 tokens and samples, and the change of its rates is told as the mean with its 95 % interval.
+Every other page is the one of what goes on now. Their readers run on the same cores.
 
 With --paced the client sends a fixed number of requests a second, so that both sides do the same work. The
 difference is what watching takes of a core, the most that it can take of the throughput of the event loop; it
@@ -27,7 +31,6 @@ import argparse
 import http.client
 import itertools
 import os
-import re
 import socket
 import statistics
 import subprocess
@@ -50,6 +53,7 @@ from tinkex.types.tensor import TensorData
 KEY, MODEL = "tml-bench", "m/base"
 PACE = 4  # steps, and sample requests, a second
 DATA = [Datum(ModelInput.from_ints(list(range(1, 65))), {"target_tokens": list(range(2, 66))})]
+BATCH = [Datum(ModelInput.from_ints(list(range(1, 129))), {"target_tokens": list(range(2, 130))})] * 8
 PROMPT = ModelInput.from_ints(list(range(1, 129)))
 
 
@@ -89,9 +93,10 @@ class Pages:
     def __init__(self, server: Server, run_id: str, count: int) -> None:
         cookie = _log_in(server)
         self._connections = [http.client.HTTPConnection("127.0.0.1", server.port) for _ in range(count)]
-        for connection in self._connections:
+        pages = itertools.cycle((f"/console/runs/{run_id}/events", "/console/now/events"))
+        for connection, page in zip(self._connections, pages, strict=False):
             headers = {"cookie": cookie, "accept": "text/event-stream"}
-            connection.request("GET", f"/console/runs/{run_id}/events", headers=headers)
+            connection.request("GET", page, headers=headers)
             response = connection.getresponse()
             assert response.status == 200, response.read()
             threading.Thread(target=_drain, args=(response,), daemon=True).start()
@@ -118,10 +123,10 @@ def _drain(response: http.client.HTTPResponse) -> None:
         pass
 
 
-def steps(run: Any, seconds: float) -> int:
+def steps(run: Any, seconds: float, data: list[Datum] = DATA) -> int:
     count, began = 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
-        run.forward_backward(DATA, "cross_entropy")
+        run.forward_backward(data, "cross_entropy")
         run.optim_step(AdamParams()).result(60)
         count += 1
     return count
@@ -221,6 +226,33 @@ def watching(pages: int, seconds: float, rounds: int) -> None:
         client.close()
 
 
+def computing(engine: str, pages: int, seconds: float, rounds: int) -> None:
+    """What live pages change of the rates of a server that computes."""
+    from shapes import write_model
+
+    with tempfile.TemporaryDirectory() as directory:
+        client = Client(Path(directory) / "home", place=write_model(engine, Path(directory), "cpu"))
+        rates: dict[str, list[list[float]]] = {"steps": [[], []], "samples": [[], []]}
+        for number in range(rounds):
+            for watched in (number % 2, 1 - number % 2):
+                opened = Pages(client.server, client.run.model_id, pages * watched)
+                time.sleep(1.5)  # a page's first event has all that was before
+                for what, found in rates.items():
+                    began = time.perf_counter()
+                    many = (
+                        steps(client.run, seconds, BATCH)
+                        if what == "steps"
+                        else samples(client.sampler, seconds)
+                    )
+                    found[watched].append(many / (time.perf_counter() - began))
+                opened.close()
+        for what, (bare, watched) in rates.items():
+            changes = [b / a - 1 for a, b in zip(bare, watched, strict=True)]
+            rate, change = statistics.mean(bare), "{:+.2%} (95 % interval {:+.2%} to {:+.2%})"
+            print(f"{what:8} {rate:.2f} a second; with {pages} pages " + change.format(*interval(changes)))
+        client.close()
+
+
 def paced(pages: int, seconds: float, rounds: int) -> None:
     """What 20 pages, and rollouts that are kept, take of a core beside the same requests."""
     with tempfile.TemporaryDirectory() as directory:
@@ -285,7 +317,8 @@ def recording(rounds: int) -> None:
         found: list[list[float]] = [[], []]
         with tempfile.TemporaryDirectory() as directory:
             home: Any = SimpleNamespace(run_dir={"s:train:0": Path(directory)}.__getitem__)
-            recorder = RolloutRecorder(home, 1.0, 1 << 28, lambda _: 0)
+            ledger: Any = SimpleNamespace(run=lambda _: SimpleNamespace(owner="ann"))
+            recorder = RolloutRecorder(home, ledger, 1.0, 1 << 28, lambda _: 0)
             for number in range(2 * rounds):
                 began = time.process_time()
                 for given in passes if number % 2 else requests:
@@ -314,7 +347,7 @@ def rollout(tokens: int, likely: int, seed: int) -> tuple[Any, Any]:
                   "advantages": np.concatenate([before, np.full(tokens, k - 1.5, np.float32)])}  # fmt: skip
         data.append(Datum(ModelInput.from_ints(whole[:-1]), inputs))
         outputs.append({"logprobs": TensorData.from_numpy(inputs["logprobs"])})
-    row = SimpleNamespace(adapter_dir="runs/s/train-0/adapter", sampler_id="s:sample:0")
+    row = SimpleNamespace(adapter_dir="runs/s/train-0/adapter", sampler_id="s:sample:0", owner="ann")
     params = SamplingParams(max_tokens=tokens)
     request = SampleRequest(ModelInput.from_ints(prompt), params, 4, topk_sample_logprobs=likely)
     outcome = SimpleNamespace(loss_fn_outputs=outputs)
@@ -343,10 +376,13 @@ def order(clients: list[Client], number: int) -> list[tuple[int, Client]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=re.sub(r"\n\n.*", "", __doc__ or ""))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pages", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=3.0, help="of one measurement")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--engine", metavar="SHAPE", help="a server that computes: a shape of shapes.py")
     parser.add_argument("--paced", action="store_true", help="a fixed number of requests a second")
     parser.add_argument("--capture", metavar="ENGINE", help="rollouts alone: fake, or a shape of shapes.py")
     parser.add_argument("--tokens", type=int, default=64, help="of a sample, with --capture")
@@ -358,6 +394,9 @@ if __name__ == "__main__":
         raise SystemExit
     if given.capture:
         capture(given.capture, given.tokens, given.likely, given.seconds, given.rounds)
+        raise SystemExit
+    if given.engine:
+        computing(given.engine, given.pages, given.seconds, given.rounds)
         raise SystemExit
     if given.paced:
         paced(given.pages, given.seconds, given.rounds)

@@ -22,18 +22,25 @@ ROOT = Path(__file__).parents[2]
 class Serve:
     """A server process at one address, over one home."""
 
-    def __init__(self, directory: Path, *options: str, placed: str = "", text: bool = False) -> None:
-        """`options` of `tinkex serve`; `placed` follows the model (`,trainers=2`); `text`: a tokenizer."""
+    def __init__(
+        self, directory: Path, *options: str, placed: str = "", text: bool = False, model: Path | None = None
+    ) -> None:
+        """`options` of `tinkex serve`; `placed` follows the model (`,trainers=2`); `text`: a tokenizer.
+
+        `model` is served under the name of its directory, in place of a tiny one.
+        """
         self.home = directory / "home"
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        model = tiny_model(directory, "qwen3")
-        if text:
-            tiny_tokenizer(model)
+        name = MODEL if model is None else model.name
+        if model is None:
+            model = tiny_model(directory, "qwen3")
+            if text:
+                tiny_tokenizer(model)
         self._command = [
             sys.executable, "-m", "tinkex.cli", "serve",
-            "--model", f"{MODEL}={model}{placed}",
+            "--model", f"{name}={model}{placed}",
             "--port", str(self.port), "--home", str(self.home), "--device", "cpu", "--drain", "0.5",
             *options,
         ]  # fmt: skip

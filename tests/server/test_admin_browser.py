@@ -96,12 +96,12 @@ def finish(tab: Tab, name: str) -> None:
 
 def test_a_key_is_made_and_revoked_and_usage_is_told(tab: Tab, runs: list[TrainingClient]) -> None:
     page, name = tab.go("/console/admin"), f"bob {tab.look}"
-    used = page.locator("[aria-label=Usage] tr", has_text="alice").locator("td").nth(2)
+    used = page.locator("[aria-label=Usage] tr", has_text="alice").locator("td").nth(1)
     until(lambda: tab.go("/console/admin") and used.count() and used.inner_text() not in ("", "0"))
     expect(page.locator("[aria-label=Storage]")).to_contain_text("math")
-    page.click("text=Make a key")
+    page.click("text=Create a key")
     page.fill("#name", name)
-    page.click("text=Make it")
+    page.click("text=Create key")
     expect(page.locator("main")).to_contain_text("tml-")
     tab.check()
     tab.go("/console/admin")

@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 import pytest
 
-from tests.server.conftest import KEY, MODEL, Answer, Running
+from tests.server.conftest import KEY, MODEL, Running
+from tests.server.console_client import Browser, Page, drawn, read_events
 from tinkex import (
     AdamParams,
     Datum,
@@ -38,50 +38,6 @@ from tinkex.service.run_series import STEPS, RunSeries
 ALICE, BOB = KEY["x-api-key"], "tml-bob"
 DATA = [Datum(ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})]
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
-HTML = {"accept": "text/html"}
-
-
-class Browser:
-    """Keeps a cookie, as a browser does; follows nothing by itself."""
-
-    def __init__(self, server: Running, key: str | None = None) -> None:
-        self.server, self.cookie, self.token = server, "", ""
-        if key is not None:
-            self.log_in(key)
-
-    def get(self, path: str, **headers: str) -> Answer:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.server.ask("GET", path, headers={**HTML, "cookie": self.cookie, **named}, key=None)
-
-    def post(self, path: str, form: dict[str, str], **headers: str) -> Answer:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        sent = {**HTML, "cookie": self.cookie, "content-type": "application/x-www-form-urlencoded", **named}
-        return self.server.ask("POST", path, urlencode(form).encode(), headers=sent, key=None)
-
-    def log_in(self, key: str) -> Answer:
-        answer = self.post("/console/login", {"key": key})
-        self.cookie = answer.headers.get("set-cookie", "").partition(";")[0]
-        found = re.search(rb'data-form-token="(\w+)"', self.get("/console/runs").body)
-        self.token = found[1].decode() if found else ""
-        return answer
-
-
-class Page(HTMLParser):
-    """A page's text, tags and links."""
-
-    def __init__(self, body: bytes) -> None:
-        super().__init__()
-        self.text, self.tags, self.links = "", list[str](), list[str]()
-        self.attributes: set[str] = set()
-        self.feed(body.decode())
-
-    def handle_data(self, data: str) -> None:
-        self.text += f" {data.strip()}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes |= {name for name, _ in attrs}
-        self.links += [value for name, value in attrs if name in ("href", "src", "action") and value]
 
 
 @pytest.fixture(scope="module")
@@ -302,29 +258,14 @@ def test_a_run_tells_its_reward_and_its_curves(server: Running, trained: Trainin
     browser = Browser(server, ALICE)
     answer = browser.get(f"/console/runs/{trained.model_id}/curves")
     told = json.loads(answer.body)
-    assert told["curves"]["reward"] == {"x": [3.0], "y": [0.75]}
-    assert told["curves"]["loss"]["x"] == [1.0, 2.0, 3.0]
+    curves = drawn(told)
+    assert curves["reward"] == ([3], [0.75])
+    assert curves["loss"][0] == [1, 2, 3]
     titles = [panel["title"] for panel in told["panels"]]
     assert titles[:2] == ["Loss", "reward"]
     assert "Time of a step in seconds" in titles
     zoomed = json.loads(browser.get(f"/console/runs/{trained.model_id}/curves?low=2&high=2.5").body)
-    assert zoomed["curves"]["loss"]["x"] == [2.0]
-
-
-def read_events(server: Running, path: str, cookie: str, count: int) -> list[tuple[str, str]]:
-    """The first events of a stream: their names and data."""
-    connection = server.connect()
-    with closing(connection):
-        connection.request("GET", path, headers={"accept": "text/event-stream", "cookie": cookie})
-        response, found, name = connection.getresponse(), list[tuple[str, str]](), ""
-        assert response.status == 200, response.read()
-        while len(found) < count:
-            line = response.readline().decode().rstrip("\n")
-            if line.startswith("event: "):
-                name = line.removeprefix("event: ")
-            elif line.startswith("data: "):
-                found.append((name, line.removeprefix("data: ")))
-        return found
+    assert drawn(zoomed)["loss"][0] == [2]
 
 
 @pytest.mark.slow
@@ -343,8 +284,8 @@ def test_a_page_is_sent_what_is_new_and_nothing_twice(server: Running) -> None:
     training.start()
     events = read_events(server, f"/console/runs/{run.model_id}/events", browser.cookie, 6)
     training.join()
-    points = [json.loads(data)["curves"] for name, data in events if name == "points"]
-    steps = [x for curves in points if "loss" in curves for x in curves["loss"]["x"]]
+    points = [drawn(json.loads(data)) for name, data in events if name == "points"]
+    steps = [x for curves in points if "loss" in curves for x in curves["loss"][0]]
     assert steps == sorted(set(steps))
     assert len(steps) >= 2
     assert any(name == "part" and "running" in json.loads(data)["html"] for name, data in events)
@@ -382,10 +323,8 @@ def test_what_many_pages_show_is_read_once(server: Running, monkeypatch: pytest.
         one.join(20)
     assert len(found) == 20
     for events in found:
-        points = [
-            json.loads(data)["curves"].get("loss", {"x": []}) for name, data in events if name == "points"
-        ]
-        steps = [x for one in points for x in one["x"]]
+        points = [drawn(json.loads(data)).get("loss", ([], [])) for name, data in events if name == "points"]
+        steps = [x for one, _ in points for x in one]
         assert steps == sorted(set(steps))
     assert looks["read"] < 40  # 20 at first, at most
     assert looks["last"] < 10
@@ -460,7 +399,7 @@ def test_what_goes_on_is_told_with_its_errors(server: Running) -> None:
     assert "token ids are" in page.text
     assert "KV pages" in page.text
     assert "Batch occupancy" in page.text
-    assert "Adapters in training" in page.text
+    assert "Training adapters" in page.text
     assert "404: " in page.text, "what was refused at once"
     assert "forward_ backward: executed" in page.text  # the name may be broken after its first word
 
@@ -539,7 +478,7 @@ def test_pages_are_small_and_quick_with_ten_thousand_runs_and_a_hundred_thousand
             assert len(answer.body) <= 200_000, path
         busy = os.getloadavg()[0] > (os.cpu_count() or 1)  # with what has nothing to do with us
         assert min(took) <= (0.3 if busy else 0.1), (path, took)
-    told = json.loads(browser.get(f"{one}/curves").body)["curves"]["loss"]
-    assert len(told["x"]) <= 1000
-    assert told["y"][0] == pytest.approx(1 / 400, rel=0.7), "of the first pixel, the least and the greatest"
-    assert max(told["y"]) == 1.0
+    x, y = drawn(json.loads(browser.get(f"{one}/curves").body))["loss"]
+    assert len(x) <= 1000
+    assert y[0] == pytest.approx(1 / 400, rel=0.7), "of the first pixel, the least and the greatest"
+    assert max(y) == 1.0

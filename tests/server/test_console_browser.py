@@ -15,14 +15,20 @@ from playwright.sync_api import expect
 
 from tests.server.browser import Tab, chromium, until
 from tests.server.served import MODEL, Serve
-from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient, TrainingClient
+from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient, TrainingClient, render_chat
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 KEY = "tml-local"
 SHOTS = os.environ.get("TINKEX_SCREENSHOTS")  # where pictures for the documentation go, if anywhere
-PROMPT = [5, 6, 7]
+REAL = Path("~/.tinkex/models/SmolLM2-135M-Instruct").expanduser()
+PICTURED = bool(SHOTS) and REAL.is_dir()  # pictures are of a real model, if it is on this machine
+QUESTION = "Write one short sentence about the sea."
+PATIENCE = 120.0 if PICTURED else 20.0
+if PICTURED:
+    expect.set_options(timeout=60_000)
 EVIL = "<img src=x onerror=alert(1)>"
+SECOND = "grpo on poems" if PICTURED else f"evil {EVIL}"
 REWARD = re.compile(r"^\s*reward")  # the curve that a client logs; another begins with its spread
 
 
@@ -34,13 +40,19 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    served = Serve(tmp_path_factory.mktemp("browser"), "--keep-rollouts", "1", text=True)
+    served = Serve(
+        tmp_path_factory.mktemp("browser"),
+        "--keep-rollouts",
+        "1",
+        text=True,
+        model=REAL if PICTURED else None,
+    )
     yield served
     served.terminate(30)
 
 
-def as_datum(tokens: list[int], logprobs: list[float], advantage: float) -> Datum:
-    whole, before = PROMPT + tokens, [0.0] * (len(PROMPT) - 1)
+def as_datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage: float) -> Datum:
+    whole, before = prompt + tokens, [0.0] * (len(prompt) - 1)
     inputs = {"target_tokens": whole[1:], "logprobs": before + logprobs,
               "advantages": before + [advantage] * len(tokens)}  # fmt: skip
     return Datum(ModelInput.from_ints(whole[:-1]), inputs)
@@ -50,7 +62,10 @@ class Trainer:
     """A script that trains until it is told to stop: a policy gradient on its own samples."""
 
     def __init__(self, service: ServiceClient, name: str) -> None:
-        self.run: TrainingClient = service.create_lora_training_client(MODEL, rank=4, name=name, tags=["rl"])
+        model = REAL.name if PICTURED else MODEL
+        self.run: TrainingClient = service.create_lora_training_client(model, rank=4, name=name, tags=["rl"])
+        asked = [{"role": "user", "content": QUESTION}]
+        self._prompt = render_chat(self.run.get_tokenizer(), asked) if PICTURED else [5, 6, 7]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._train, daemon=True)
         self._thread.start()
@@ -59,12 +74,14 @@ class Trainer:
         if number % 10 == 1:
             self._sampler = self.run.save_weights_and_get_sampling_client(timeout=60)
         params = SamplingParams(max_tokens=12, seed=number, stop=[])
-        drawn = self._sampler.sample(ModelInput.from_ints(PROMPT), 2, params).result(60)
+        prompt = ModelInput.from_ints(self._prompt)
+        drawn = self._sampler.sample(prompt, 2, params, topk_sample_logprobs=3).result(60)
         data = [
-            as_datum(one.tokens, one.logprobs or [], (-1.0) ** k) for k, one in enumerate(drawn.sequences)
+            as_datum(self._prompt, one.tokens, one.logprobs or [], (-1.0) ** k)
+            for k, one in enumerate(drawn.sequences)
         ]
         self.run.forward_backward(data, "importance_sampling")
-        self.run.optim_step(AdamParams(learning_rate=1e-3)).result(60)
+        self.run.optim_step(AdamParams(learning_rate=1e-4)).result(60)
         self.run.log({"reward": 1 - 1 / (1 + number)}).result(60)
 
     def _train(self) -> None:
@@ -80,7 +97,7 @@ class Trainer:
 @pytest.fixture(scope="module")
 def trainers(server: Serve) -> Iterator[list[Trainer]]:
     service = ServiceClient(base_url=server.url, api_key=KEY)
-    both = [Trainer(service, "grpo on gsm8k"), Trainer(service, f"evil {EVIL}")]
+    both = [Trainer(service, "grpo on sentences"), Trainer(service, SECOND)]
     yield both
     for one in both:
         one.stop()
@@ -105,12 +122,16 @@ def test_the_list_of_runs_is_searched_as_one_types(tab: Tab, trainers: list[Trai
     page = tab.go("/console/runs")
     page.wait_for_selector("table.runs tbody tr:nth-child(2)")
     assert page.locator("table.runs tbody").inner_text().count("running") == 2
+    if SHOTS:
+        done = page.locator("table.runs tbody td.right:not(.wide)")  # the list is live
+        until(lambda: all(int(one) > 5 for one in done.all_inner_texts()), PATIENCE)
     finish(tab, "runs")
-    page.fill("#q", "gsm8k")
+    page.fill("#q", "sentences")
     expect(page.locator("table.runs tbody tr")).to_have_count(1)
-    assert "q=gsm8k" in page.url
-    page.fill("#q", EVIL)
-    expect(page.locator("table.runs tbody th a").first).to_contain_text("<img")
+    assert "q=sentences" in page.url
+    page.fill("#q", SECOND)
+    expect(page.locator("table.runs tbody tr")).to_have_count(1)
+    expect(page.locator("table.runs tbody th a").first).to_have_text(SECOND)
     page.fill("#q", "nothing is called so")
     page.wait_for_selector("text=No run matches")
     tab.check()
@@ -127,35 +148,11 @@ def test_a_runs_curves_grow_while_it_is_watched(tab: Tab, trainers: list[Trainer
         assert any(title.startswith(wanted) for title in titles), (wanted, titles)
     steps = page.locator("#state dd").first
     before = int(steps.inner_text())
-    reward = page.locator("figcaption", has_text=REWARD).locator("span")
+    reward = page.locator("figcaption", has_text=REWARD).locator(".faint")
     first = reward.inner_text()
-    until(lambda: int(steps.inner_text()) > before + 3)
-    until(lambda: reward.inner_text() != first)
+    until(lambda: int(steps.inner_text()) > before + 3, PATIENCE)
+    until(lambda: reward.inner_text() != first, PATIENCE)
     finish(tab, "run")
-
-
-@pytest.mark.parametrize("tab", ["wide"], indirect=True)
-def test_curves_are_zoomed_smoothed_and_drawn_by_time(tab: Tab, trainers: list[Trainer]) -> None:
-    page = tab.go(f"/console/runs/{trainers[0].run.model_id}")
-    page.wait_for_selector("figure canvas")
-    page.locator("#smoothing").fill("0.8")
-    page.check("#log-x")
-    page.select_option("#x-axis", "time")
-    page.wait_for_selector("figure canvas")
-    page.select_option("#x-axis", "step")
-    page.uncheck("#log-x")
-    page.wait_for_selector("figure canvas")
-    box = page.locator("figure .u-over").first.bounding_box()
-    page.locator("figure").first.scroll_into_view_if_needed()
-    box = page.locator("figure .u-over").first.bounding_box()
-    with page.expect_response(lambda r: "low=" in r.url and r.status == 200):
-        page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 50)
-        page.mouse.down()
-        page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 60, steps=5)
-        page.mouse.up()
-    with page.expect_response(lambda r: "/curves" in r.url and "low=" not in r.url):
-        page.click("#reset-zoom")
-    tab.check()
 
 
 def test_runs_are_compared_from_the_list(tab: Tab, trainers: list[Trainer]) -> None:
@@ -166,10 +163,10 @@ def test_runs_are_compared_from_the_list(tab: Tab, trainers: list[Trainer]) -> N
     page.wait_for_selector("figure canvas")
     assert page.url.count("run=") == 2
     reward = page.locator("figure", has=page.locator("figcaption", has_text=REWARD))
-    assert reward.locator(".legend span").count() == 2
-    last = page.locator("[aria-label='Last values'] tbody th").all_inner_texts()
+    assert reward.locator(".legend > span").count() == 2
+    last = page.locator("[aria-label='Final metrics'] tbody th").all_inner_texts()
     assert len(set(last)) == len(last)
-    assert {"Loss", "Ratio trainer / sampler: mean", "Advantage: mean"} <= set(last)
+    assert {"Loss", "Importance ratio (trainer/sampler): mean", "Advantage: mean"} <= set(last)
     assert "lora.seed" in page.locator("tr.differs").all_inner_texts()[0]
     finish(tab, "compare")
 
@@ -194,7 +191,9 @@ def test_a_run_is_renamed_and_tagged_with_the_keyboard(tab: Tab, trainers: list[
 def test_rollouts_show_tokens_and_what_training_made_of_them(tab: Tab, trainers: list[Trainer]) -> None:
     run = trainers[0].run
     rows = tab.page.locator("table.runs tbody tr")
-    until(lambda: tab.go(f"/console/runs/{run.model_id}/rollouts?trained=1") and rows.count())  # not live
+    until(
+        lambda: tab.go(f"/console/runs/{run.model_id}/rollouts?trained=1") and rows.count(), PATIENCE
+    )  # not live
     page = tab.page
     finish(tab, "rollouts")
     step = page.locator("table.runs tbody td").first.inner_text()
@@ -208,6 +207,7 @@ def test_rollouts_show_tokens_and_what_training_made_of_them(tab: Tab, trainers:
     token.hover()
     expect(page.locator(".tip")).to_contain_text("logprob")
     expect(page.locator(".tip")).to_contain_text("difference")
+    expect(page.locator(".tip")).to_contain_text(re.compile(r"likely: .* % · .* % · .* %"))
     page.select_option("#colour", "advantage")
     expect(token).to_have_class("g4")
     finish(tab, "rollout", whole=False)  # tokens of answers further down are not fetched yet
@@ -246,12 +246,13 @@ def test_the_page_of_what_goes_on_is_live(tab: Tab, trainers: list[Trainer]) -> 
 
 def test_two_models_answer_side_by_side(tab: Tab, trainers: list[Trainer]) -> None:
     path = trainers[0].run.save_weights_for_sampler(f"played-{tab.look}").result(60).path
-    page = tab.go(f"/console/playground?{urlencode([('model', MODEL), ('model', path)])}")
-    page.select_option("[name=mode]", "text")
-    page.fill("[name=prompt]", "<b>hello</b>")
-    page.fill("[name=max_tokens]", "10")
+    model, text = (REAL.name, QUESTION) if PICTURED else (MODEL, "<b>hello</b>")
+    page = tab.go(f"/console/playground?{urlencode([('model', model), ('model', path)])}")
+    page.select_option("[name=mode]", "chat" if PICTURED else "text")
+    page.fill("[name=prompt]", text)
+    page.fill("[name=max_tokens]", "24" if PICTURED else "10")
     page.click("#show-tokens")
-    expect(page.locator("#as-tokens pre")).to_contain_text("<b>hello</b>")
+    expect(page.locator("#as-tokens pre")).to_contain_text(text)
     page.click("text=Sample")
     expect(page.locator("#answers article")).to_have_count(2)
     for card in page.locator("#answers article").all():
@@ -261,7 +262,9 @@ def test_two_models_answer_side_by_side(tab: Tab, trainers: list[Trainer]) -> No
         first.hover()
         expect(page.locator(".tip")).to_contain_text("%")
     page.click("text=Copy as curl")
-    expect(page.locator("#code pre")).to_contain_text("/v1/completions")
+    expect(page.locator("#code pre")).to_contain_text(
+        "/v1/chat/completions" if PICTURED else "/v1/completions"
+    )
     finish(tab, "playground")
 
 

@@ -138,6 +138,7 @@ def test_thoughts_and_tool_calls_are_folded_and_opened_by_the_keyboard(
     page.focus(".sample .tokens")
     page.keyboard.press("ArrowLeft")  # the last token: what a pointer would show
     expect(page.locator(".tip")).to_contain_text('"e"')
+    expect(page.locator(".unseen[role=status]")).to_contain_text('"e"')  # for screen readers
     page.keyboard.press("ArrowLeft")
     expect(page.locator(".tip")).to_contain_text('"n"')
     page.keyboard.press("Escape")

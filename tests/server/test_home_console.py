@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from html import unescape
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import pytest
@@ -145,6 +147,61 @@ def test_rollouts_of_an_embedded_run_are_shown(tmp_path: Path) -> None:
     assert told["advantage"] == 0.5
 
 
+TRAINING = """
+import sys, time, tinkex
+service = tinkex.ServiceClient(base_url="local")
+run = service.create_lora_training_client(sys.argv[1], rank=4, name="in another process")
+data = [tinkex.Datum(tinkex.ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})]
+print(run.model_id, flush=True)
+sys.stdin.readline()
+for step in range(40):
+    run.forward_backward(data, "cross_entropy")
+    run.optim_step(tinkex.AdamParams()).result()
+    run.log({"reward": step / 40}).result()
+    time.sleep(0.06)
+run.save_state("end").result()
+print("trained", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_is_watched_while_a_script_trains_it_in_another_process(tmp_path: Path) -> None:
+    model, home = tiny_model(tmp_path, "qwen3"), tmp_path / "home"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("TINK")}
+    script = subprocess.Popen(
+        [sys.executable, "-c", TRAINING, str(model)], text=True, cwd=ROOT, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, env=clean | {"TINKEX_HOME": str(home), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert script.stdin is not None
+    assert script.stdout is not None
+    try:
+        run = script.stdout.readline().strip()
+        with console(home) as (get, link):
+            get.cookie = get(link).headers["set-cookie"].partition(";")[0]
+            assert b"in another process" in get("/console/runs").body
+            growing = get.events(f"/console/runs/{run}/events")
+            first = next(growing)
+            assert (first["anew"], first["curves"]) == (True, {}), "no step was taken yet"
+            script.stdin.write("go\n")
+            script.stdin.flush()
+            steps, rewards, seen = list[float](), 0, list[float]()
+            while len(steps) < 40 or rewards < 40:
+                event = next(growing)
+                axes = [[round(x) for x in accumulate(axis)] for axis in event["x"]]
+                if "loss" in event["curves"]:
+                    steps += axes[event["curves"]["loss"][0]]
+                    seen.append(len(steps))
+                rewards += len(event["curves"].get("reward", (0, []))[1])
+            assert steps == list(range(1, 41)), "each once"
+            assert len(seen) >= 2, "in more than one piece"
+            assert script.stdout.readline() == "trained\n"
+            assert b"/weights/end" in get(f"/console/checkpoints?run={run}").body
+        assert script.wait(60) == 0, "it took no harm"
+    finally:
+        script.kill()
+        script.communicate()
+
+
 class Getter:
     """Plain requests, with a cookie."""
 
@@ -162,6 +219,18 @@ class Getter:
             connection.request("GET" if form is None else "POST", path, body, headers)
             response = connection.getresponse()
             return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+
+    def events(self, path: str) -> Iterator[dict[str, Any]]:
+        """The points that a stream sends."""
+        import http.client
+
+        with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)) as connection:
+            connection.request("GET", path, headers={"accept": "text/event-stream", "cookie": self.cookie})
+            response, name = connection.getresponse(), b""
+            while line := response.readline():
+                name = line if line.startswith(b"event:") else name
+                if line.startswith(b"data: ") and name == b"event: points\n":
+                    yield json.loads(line[6:])
 
     def log_in(self, key: str) -> str:
         """Log in; returns the token of forms."""

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.service.harness import User, serving
+from tests.service.harness import User, name_of, serving
 from tinkex.service import rollouts
 from tinkex.service.rollout_reader import RolloutReader
 from tinkex.service.rows import SamplerRow
 from tinkex.service.service import Service
+from tinkex.types.checkpoints import CheckpointRequest
 from tinkex.types.chunks import ImageAssetPointerChunk
 from tinkex.types.data import Datum, ModelInput
 from tinkex.types.outputs import SampledSequence, SampleResponse, TopkLogprobs
@@ -232,7 +233,7 @@ def observe(
 ) -> None:
     """As if a sampler of the run had answered."""
     session, number = run.split(":train:")
-    row = SamplerRow(sampler, session, "u", "m", 0.0, adapter_dir=f"runs/{session}/train-{number}/x")
+    row = SamplerRow(sampler, session, "ann", "m", 0.0, adapter_dir=f"runs/{session}/train-{number}/x")
     request = SampleRequest(prompt or ModelInput.from_ints([5, 6, 7]), SamplingParams(max_tokens=9))
     service.rollouts.sampled(row, 0.1, SampleResponse(list(sequences)), request)
 
@@ -317,3 +318,43 @@ async def test_a_disk_that_hangs_holds_up_no_request_and_not_the_end(
         await asyncio.to_thread(service.rollouts.stop)
         assert 0.2 < time.monotonic() - began < 5
         stuck.set()
+
+
+async def test_only_what_a_run_s_owner_draws_in_a_session_is_kept(keeping: Service):
+    """A checkpoint may be others' to sample from: by a token, in a project, once it is published."""
+    ann, carl, bob = User(keeping, "ann", "p"), User(keeping, "carl", "p"), User(keeping, "bob")
+    dora = User(keeping, "dora")
+    run = await ann.run(await ann.session(project_id="p"))
+    path = await ann.save_for_sampler(run, 1, "one")
+    keeping.access._opened_by = lambda token: run if token == "a token" else None
+    dora.caller = dora.caller._replace(weights_token="a token")
+
+    async def draw(user: User, first: int) -> None:
+        await answers(user, await user.sampler(await user.session(), path=path), [first, 6, 7], 1)
+        params = SamplingParams(max_tokens=5, seed=1, stop=[])
+        prompt = ModelInput.from_ints([first, 8, 9])  # as the playground and /v1 do: without a session
+        await user.result(await user.call(ops.SAMPLE, SampleRequest(prompt, params, 1, model_path=path)))
+
+    await draw(carl, 21)
+    await draw(dora, 22)
+    await ann.call(ops.PUBLISH_CHECKPOINT, CheckpointRequest(**name_of(path)))
+    await draw(bob, 23)
+    await draw(ann, 24)
+    keeping.rollouts.flush()
+    reader = RolloutReader()
+    found = reader.list(keeping.home.run_dir(run))
+    assert [reader.record(one, 0)["prompt"] for one in found] == [[24, 6, 7]]
+
+
+async def test_an_index_is_made_without_opening_a_file_for_every_pass(
+    keeping: Service, monkeypatch: pytest.MonkeyPatch
+):
+    user, prompt = User(keeping), [5, 6, 7]
+    run = await user.run()
+    sampler = await user.unnamed_sampler(run, 1, 0)
+    drawn = await answers(user, sampler, prompt, 4)
+    await train(user, run, 2, *(as_datum(prompt, answer, 1.0) for answer in drawn))
+    keeping.rollouts.flush()
+    monkeypatch.setattr("tinkex.service.rollout_reader.read_record", lambda *_: pytest.fail("a file"))
+    (one,) = RolloutReader().list(keeping.home.run_dir(run))
+    assert all(sample.difference is not None for sample in one.samples)

@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 import math
 import random
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tinkex.service.run_series import LOGGED, STEPS, Mark, RunSeries, View, downsample, last_step, merged
+from tinkex.service.run_series import (
+    LOGGED,
+    STEPS,
+    Mark,
+    RunSeries,
+    View,
+    downsample,
+    last_step,
+    merged,
+    thinned,
+)
 
 
 def write(directory: Path, file: str, *lines: dict[str, float], end: str = "\n") -> None:
@@ -106,3 +117,69 @@ def test_many_readers_may_be_at_different_places(tmp_path: Path) -> None:
     series.read(tmp_path, early)
     assert series.read(tmp_path, early)[0]["loss"].y.tolist() == [2.0]
     assert series.read(tmp_path, Mark())[0]["loss"].y.tolist() == [1.0, 2.0]
+
+
+def test_a_file_takes_as_much_memory_as_it_has_values_whatever_they_are_called(tmp_path: Path) -> None:
+    write(tmp_path, LOGGED, *({"step": n, "time": n, f"metric {n}": 1.0} for n in range(4000)))
+    series = RunSeries()
+    tracemalloc.start()
+    curves, _, _ = series.read(tmp_path)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert taken < 3_000_000
+    assert (len(curves), series.left_out(tmp_path)) == (60, 440)  # of 500, all that a run may log
+    assert curves["metric 7"].x.tolist() == [7]
+
+
+def test_runs_that_were_not_looked_at_lately_leave_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkex.service.run_series.KEPT_BYTES", 50_000)
+    series, marks = RunSeries(), list[Mark]()
+    for run in range(9):
+        write(tmp_path / str(run), STEPS, *({"step": n, "loss": 1.0} for n in range(1000)))
+        marks.append(series.read(tmp_path / str(run))[1])
+    assert len(series._files) <= 3
+    write(tmp_path / "0", STEPS, {"step": 1000, "loss": 2.0})
+    curves, _, anew = series.read(tmp_path / "0", marks[0])
+    assert (curves["loss"].y.tolist(), anew) == ([2.0], False)
+
+
+def test_what_is_logged_under_a_name_of_ours_is_told_apart(tmp_path: Path) -> None:
+    series = RunSeries()
+    write(tmp_path, LOGGED, {"step": 1, "time": 1.0, "loss": 7.0})
+    curves, mark, _ = series.read(tmp_path)
+    assert curves["loss"].y.tolist() == [7.0], "nothing else is called so"
+    write(tmp_path, STEPS, {"step": 1, "time": 1.0, "loss": 0.5})
+    curves, mark, anew = series.read(tmp_path, mark)
+    assert anew
+    assert {name: curve.y.tolist() for name, curve in curves.items()} == {"loss": [0.5], "loss (logged)": [7]}
+    write(tmp_path, LOGGED, {"step": 2, "time": 2.0, "loss": 8.0})
+    curves, mark, anew = series.read(tmp_path, mark)
+    assert {name: curve.y.tolist() for name, curve in curves.items()} == {"loss (logged)": [8]}
+    assert not anew
+    last = series.last(tmp_path)
+    assert (last["loss"], last["loss (logged)"]) == (0.5, 8)
+    first, second = (json.loads(line) for line in merged(tmp_path).splitlines())
+    assert (first["loss"], first["loss (logged)"], second["loss (logged)"]) == (0.5, 7.0, 8.0)
+
+
+def test_thinning_out_keeps_spikes_and_is_as_dense_everywhere(tmp_path: Path) -> None:
+    lines = [{"step": n, "time": float(n), "loss": 1.0, "kl": n % 7 / 7} for n in range(1, 8001)]
+    for step, value in ((1234, 99.0), (4321, -99.0), (7999, 50.0)):
+        lines[step - 1]["loss"] = value
+    data = b""
+    for line in lines:  # as it grows, ten times thinned out
+        data += json.dumps(line).encode() + b"\n"
+        if len(data) > 60_000:
+            data = thinned(data)
+    kept = [json.loads(line) for line in thinned(data).splitlines()]
+    assert {99.0, -99.0, 50.0} <= {line["loss"] for line in kept}
+    assert kept[-1] == lines[-1]
+    steps = [line["step"] for line in kept]
+    assert steps == sorted(steps)
+    quarters = [sum(q * 2000 < step <= (q + 1) * 2000 for step in steps) for q in range(4)]
+    assert max(quarters) < 3 * min(quarters), quarters
+    back = [*range(1, 400), *range(200, 400)]  # a run that was set back
+    again = thinned(b"".join(b'{"step": %d, "loss": 1}\n' % n for n in back))
+    assert [json.loads(again.splitlines()[k])["step"] for k in (0, -1)] == [1, 399]

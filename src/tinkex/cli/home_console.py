@@ -35,10 +35,11 @@ def console(port: int, home: Path | None) -> None:
         raise click.ClickException(
             f"the console needs more packages: pip install 'tinkex[server]' ({error})"
         ) from None
-    visitors = HomeVisitors()
-    app = home_console((home or Settings.read().home).expanduser().absolute(), visitors)
+    home = (home or Settings.read().home).expanduser().absolute()
+    visitors = HomeVisitors(home)
+    app = home_console(home, visitors)
     socket = listen("127.0.0.1", port)
-    socket.listen()  # whoever is quick with the link waits a moment
+    socket.listen()  # an early request waits a moment
     url = f"http://127.0.0.1:{socket.getsockname()[1]}/console/login?key={visitors.key}"
     click.echo(url)
     note("Open this link in a browser; Ctrl-C ends the console.")

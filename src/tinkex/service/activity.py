@@ -19,7 +19,7 @@ from tinkex.service.refusal import Caller
 from tinkex.service.rows import AuditRow, RunRow, SamplerRow, Scope, UsageKind, UsageRow
 
 log = logging.getLogger("tinkex.service")
-STEADY = 3600.0  # seconds for which a clock that jumped must go on steadily, before anything expires by it
+STEADY = 3600.0  # seconds for which a clock that jumped must run steadily before anything expires by it
 ASLEEP = 60.0  # seconds by which the wall clock must outrun the other, to say that the machine slept
 
 
@@ -44,7 +44,7 @@ class Activity:
             self._requested[run_id] = now
 
     def check_clocks(self) -> None:
-        """Notice that the machine slept: the wall clock goes on meanwhile, the monotonic one does not."""
+        """Notice that the machine slept: the wall clock advanced, the monotonic one did not."""
         (then, ticks), self._clocks = self._clocks, (time.time(), time.monotonic())
         ahead = (self._clocks[0] - then) - (self._clocks[1] - ticks)
         if ahead > ASLEEP:
@@ -79,7 +79,7 @@ class Activity:
         """Add to the usage of a run or sampler."""
         is_run = isinstance(row, RunRow)
         project, run_id = (row.project_id, row.run_id) if is_run else (None, run_of_adapter(row.adapter_dir))
-        usage = self._usage[row.owner, project, row.session_id, run_id, row.base_model]
+        usage = self._usage[row.owner, project, row.session_id or None, run_id, row.base_model]
         for kind, amount in amounts.items():
             if amount:
                 usage[kind] += amount
@@ -120,3 +120,9 @@ def run_of_adapter(directory: str | None) -> str | None:
         return None
     _, session_id, run, *_ = directory.split("/")
     return f"{session_id}:train:{run.removeprefix('train-')}"
+
+
+def own_run(row: SamplerRow) -> str | None:
+    """The run that a sampler's adapter is of, if its session is the sampler's."""
+    run_id = run_of_adapter(row.adapter_dir)
+    return run_id if run_id is not None and run_id.startswith(f"{row.session_id}:") else None

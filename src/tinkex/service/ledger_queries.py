@@ -39,8 +39,10 @@ def within(scope: Scope, project_id: str | None = None) -> tuple[str, list[Any]]
 
 def run_clauses(query: rows.RunQuery) -> Iterator[tuple[Any, ...]]:
     if query.text:
-        all_of_it = " || ' ' || ".join(("name", "run_id", "base_model", "tags", "owner"))
-        yield f"lower({all_of_it}) LIKE ? ESCAPE '!'", containing(query.text.lower())
+        columns, joined = ("name", "run_id", "base_model", "tags", "owner"), " || ' ' || "
+        # SQLite's own `lower` is quick, and knows only ASCII.
+        text = f"lower({joined.join(columns)})" if query.text.isascii() else f"folded({', '.join(columns)})"
+        yield f"{text} LIKE ? ESCAPE '!'", containing(query.text.casefold())
     if query.model:
         yield "base_model = ?", query.model
     if query.tag:
@@ -66,7 +68,7 @@ def run_clauses(query: rows.RunQuery) -> Iterator[tuple[Any, ...]]:
 
 
 def containing(text: str) -> str:
-    """What LIKE finds `text` with, whatever is in it; its escape character is "!"."""
+    """The LIKE pattern that finds `text` literally; its escape character is "!"."""
     return f"%{text.replace('!', '!!').replace('%', '!%').replace('_', '!_')}%"
 
 

@@ -1,7 +1,7 @@
 """The files of a run's rollouts: records of numbers and arrays, in parts of which the oldest is dropped.
 
 A record is a line of JSON and behind it the bytes of its arrays, which cost little to write and to read. An
-earlier version wrote lines alone (`.jsonl`); they are read too. Does not know what a record is about.
+earlier version wrote only lines (`.jsonl`); they are read too. Does not know what a record is about.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ class _Index:
         self._directory = directory
         self._read: dict[Path, int] = {}  # offsets
         self.rollouts: dict[int, RolloutSummary] = {}
+        self._recent: list[dict[int, Record]] = []  # samples of the last two files: most joins come soon
         self.lock = threading.Lock()
 
     def update(self) -> None:
@@ -68,9 +69,11 @@ class _Index:
                     data = file.read()
             except OSError:
                 continue
+            self._recent = [*self._recent[-1:], {}]
             for begin, end, record in records(data):
                 self._take((path, offset + begin, offset + end), record)
                 self._read[path] = offset + end
+        self._recent.clear()
 
     def _take(self, place: Place, record: Record) -> None:
         try:
@@ -86,6 +89,7 @@ class _Index:
             SampleSummary(len(o["tokens"]), o["stop"], _mean(o.get("logprobs"))) for o in record["samples"]
         ]
         prompt = len(record["prompt"])
+        self._recent[-1][record["id"]] = record
         self.rollouts[record["id"]] = RolloutSummary(
             record["id"], record["step"], record["group"], record["time"], place, prompt, samples
         )
@@ -96,7 +100,8 @@ class _Index:
         sample.advantage, sample.trained_at = record.get("advantage"), record["step"]
         known.joined[index] = place
         if sample.logprob is not None:
-            sampled = read_record(*known.place)["samples"][index]["logprobs"]
+            recent = next((one[known.id] for one in self._recent if known.id in one), None)
+            sampled = (recent or read_record(*known.place))["samples"][index]["logprobs"]
             sample.difference = _mean(np.abs(np.subtract(sampled, record["trainer"])))
 
 
@@ -112,6 +117,10 @@ class RolloutReader:
         with index.lock:
             index.update()
             return sorted(index.rollouts.values(), key=lambda one: one.id, reverse=True)
+
+    def prompt(self, one: RolloutSummary) -> list[int]:
+        """Its token ids; OSError or ValueError if it was dropped."""
+        return list(read_record(*one.place)["prompt"])
 
     def record(self, one: RolloutSummary, sample: int) -> dict[str, Any]:
         """Prompt, answer, logprobs and what training said of them."""

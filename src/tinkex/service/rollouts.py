@@ -1,8 +1,10 @@
 """Keeps samples of runs, and what training made of them: an observer that no request waits for.
 
-A share of the prompts is kept (`rate`), in files of the run's directory, up to `budget` bytes of each run;
-the oldest are dropped then. A later pass is matched by its token ids; it adds advantages and the trainer's
-logprobs to the samples that it trains on. One thread does all the work; what is too much for it is dropped.
+Only what a run's owner draws with a sampler of a session is kept: others may sample from its checkpoints too,
+and their prompts are not the owner's to see. A share of the prompts is kept (`rate`), in files of the run's
+directory, up to `budget` bytes of each run; the oldest are dropped then. A later pass is matched by its token
+ids; it adds advantages and the trainer's logprobs to the samples that it trains on. One thread does all the
+work; what is too much for it is dropped.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import numpy as np
 
 from tinkex.service.activity import run_of_adapter
 from tinkex.service.home import Home
+from tinkex.service.ledger import Ledger
 from tinkex.service.rollout_files import DIRECTORY, Record, packed, write
 from tinkex.service.rows import SamplerRow
 from tinkex.service.runs.execution import Execution
@@ -34,7 +37,7 @@ WAITING, WAITING_TOKENS = 4096, 8_000_000  # items, and tokens in them, that the
 GATHERED = 0.2  # seconds in which items are collected, to be written together
 ENDING = 5.0  # seconds in which the thread may write what waits at the end
 KNOWN = 20_000  # samples of a run that a pass can be joined with
-RUNS = 256  # whose samples are known
+RUNS = 256  # of which the samples are known
 LIKELY = 5  # tokens of each position that are kept of those that were asked for
 
 
@@ -56,15 +59,18 @@ class _Known(NamedTuple):
 class RolloutRecorder:
     """Observes samples and passes. `steps_of` is how many steps a run has taken."""
 
-    def __init__(self, home: Home, rate: float, budget: int, steps_of: Callable[[str], int]) -> None:
-        self._home, self._rate, self._budget, self._steps_of = home, rate, budget, steps_of
+    def __init__(
+        self, home: Home, ledger: Ledger, rate: float, budget: int, steps_of: Callable[[str], int]
+    ) -> None:
+        self._home, self._ledger = home, ledger
+        self._rate, self._budget, self._steps_of = rate, budget, steps_of
         self._waiting = deque[_Item]()
         self._awake, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._step_of = lru_cache(KNOWN)(self._first_step)
         self._kept: set[str] = set()  # runs of which anything is known
         self._put_tokens = self.dropped = 0
-        # Of the thread alone; others read the first:
+        # Used only by the thread; others read the first:
         self._written_tokens = 0
         self._known_of = lru_cache(RUNS)(_nothing_known)
         self._number = 0  # of the last record
@@ -72,10 +78,12 @@ class RolloutRecorder:
     # -- on the event loop: nothing but a look and a put --------------------------------------------------
 
     def sampled(self, row: SamplerRow, seconds: float, outcome: Any, request: SampleRequest) -> None:
-        if not self._rate or not isinstance(outcome, SampleResponse):
+        if not self._rate or not row.sampler_id or not isinstance(outcome, SampleResponse):
             return
         run_id = run_of_adapter(row.adapter_dir)
-        if run_id is None or not all(isinstance(one, EncodedTextChunk) for one in request.prompt.chunks):
+        if run_id is None or (step := self._step_of(run_id, row.sampler_id, row.owner)) is None:
+            return
+        if not all(isinstance(one, EncodedTextChunk) for one in request.prompt.chunks):
             return
         prompt = request.prompt.to_numpy()
         if not _chosen(prompt, row.sampler_id, self._rate):
@@ -84,15 +92,16 @@ class RolloutRecorder:
         answers = outcome.sequences
         drawn = sum(len(one.tokens_np) for one in answers if one.tokens_np is not None)
         fields: Record = {
-            "time": round(time.time(), 3), "step": self._step_of(run_id, row.sampler_id),
+            "time": round(time.time(), 3), "step": step,
             "sampler": row.sampler_id, "temperature": request.sampling_params.temperature,
         }  # fmt: skip
         tokens = len(prompt) + drawn * (1 + request.topk_sample_logprobs)
         self._put(_Item(run_id, tokens, partial(self._sample, run_id, prompt, answers, fields)))
 
-    def _first_step(self, run_id: str, sampler: str) -> int:
-        """At which a sampler was made, about."""
-        return self._steps_of(run_id)
+    def _first_step(self, run_id: str, sampler: str, owner: str) -> int | None:
+        """At which a sampler was made, about; None if it is not of the run's owner."""
+        run = self._ledger.run(run_id)
+        return None if run is None or run.owner != owner else self._steps_of(run_id)
 
     def worked(self, work: Execution, seconds: float) -> None:
         run_id, one_pass = work.run.id, work.one_pass

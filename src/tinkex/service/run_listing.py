@@ -16,6 +16,7 @@ from tinkex.service.refusal import Caller
 from tinkex.service.rows import RunRow, texts
 from tinkex.service.run_metrics import RunMetrics
 from tinkex.service.runs.manager import RunManager
+from tinkex.service.samplers import Samplers
 from tinkex.service.served_models import ServedModels
 from tinkex.types import training
 from tinkex.types.checkpoints import Cursor
@@ -33,6 +34,7 @@ class RunListing:
     _activity: Activity
     _models: ServedModels
     _runs: RunManager
+    _samplers: Samplers
     _metrics: RunMetrics
 
     async def get_info(self, request: training.GetInfoRequest, caller: Caller) -> training.GetInfoResponse:
@@ -69,6 +71,7 @@ class RunListing:
     def _shown(self, rows: list[RunRow]) -> list[training.TrainingRun]:
         latest = self._ledger.latest_checkpoints([row.run_id for row in rows], time.time())
         checkpoints = {key: shown(row) for key, row in latest.items()}
+        busy = {*self._runs.busy(), *self._samplers.under_way()}
         return [
             training.TrainingRun(
                 training_run_id=row.run_id, base_model=row.base_model, model_owner=row.owner,
@@ -80,14 +83,14 @@ class RunListing:
                 name=row.name or None, tags=row.tags or None, steps=row.steps, tokens=row.tokens,
             )
             for row in rows
-            for status, reason in [self._status(row)]
+            for status, reason in [self._status(row, row.run_id in busy)]
         ]  # fmt: skip
 
-    def _status(self, row: RunRow) -> tuple[training.RunStatus, str | None]:
-        """Whether a run failed, was interrupted, is over or goes on; and why."""
+    def _status(self, row: RunRow, busy: bool) -> tuple[training.RunStatus, str | None]:
+        """Whether a run failed, was interrupted, ended or is running; and why."""
         session = self._ledger.session(row.session_id)
         seen = self._activity.seen.get(row.session_id, 0.0 if session is None else session.last_seen_at)
-        return run_status(row, seen, self._config.session_lapse, busy=self._runs.is_busy(row.run_id))
+        return run_status(row, seen, self._config.session_lapse, busy=busy)
 
 
 def run_status(

@@ -2,7 +2,7 @@
 
 A line combines the metrics of the passes since the last step with those of the step, and how its time was
 spent. What a client logs itself is in `logged.jsonl`. A full disk costs the line and nothing else. A file
-that grows beyond MAX_BYTES loses every second line. Replayed work adds none. The totals of a run are
+that grows beyond MAX_BYTES is thinned out, on a thread. Replayed work adds none. The totals of a run are
 collected in memory, and `flush` writes them to the ledger.
 """
 
@@ -13,6 +13,8 @@ import json
 import logging
 import math
 import operator
+import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -21,16 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.service.access import Access
+from tinkex.service.activity import own_run
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
 from tinkex.service.ledger_file import LedgerFullError
 from tinkex.service.mirrors import MetricMirrors
 from tinkex.service.policy_metrics import pass_metrics
-from tinkex.service.refusal import Caller
-from tinkex.service.rows import RunRow
-from tinkex.service.run_series import LOGGED, STEPS, last_step, merged
+from tinkex.service.refusal import Caller, Refusal
+from tinkex.service.rows import RunRow, SamplerRow
+from tinkex.service.run_series import LOGGED, MOST_NAMES, STEPS, last_step, merged, names_in, thinned
 from tinkex.service.runs.execution import SAVES, Execution
-from tinkex.types.training import GetTrainingRunRequest, LogRunMetricsRequest
+from tinkex.types.sampling import SampleRequest
+from tinkex.types.training import GetTrainingRunRequest, LogRunMetricsRequest, OptimStepRequest
 
 log = logging.getLogger("tinkex.service")
 MAX_BYTES = 8 * 1024 * 1024  # of one file of a run: some 30,000 steps
@@ -46,6 +50,8 @@ class _Window:
     publishing: float = 0.0
     busy: float = 0.0  # while anything was accepted and not done
     busy_until: float = 0.0
+    sampling: float = 0.0  # while samples of the run were drawn
+    sampled_until: float = 0.0
     passes: int = 0
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -70,12 +76,19 @@ class _Window:
         else:
             self.seconds += seconds
 
+    def sample(self, seconds: float, now: float) -> None:
+        """Count the time of a sample that ended; samples overlap each other, and requests."""
+        self.sampling += max(0.0, now - max(now - seconds, self.sampled_until, self.since or 0.0))
+        self.sampled_until = now
+
     def times(self, now: float) -> dict[str, float]:
         """How the time since the last step was spent, in seconds."""
         spent = {
             "waiting_seconds": max(0.0, self.busy - self.seconds - self.publishing),
             "publishing_seconds": self.publishing,
         }
+        if self.sampling:
+            spent["sampling_seconds"] = self.sampling
         if self.since is not None:
             spent["wall_seconds"] = now - self.since
         return {name: round(value, 4) for name, value in spent.items()}
@@ -90,13 +103,15 @@ class _Totals:
     seconds: float
     loss: float | None
     curve: list[float]
+    settings: dict[str, Any]  # of the last step and pass
     stride: int = 1  # steps of one mean of the curve
     partial: list[float] = field(default_factory=list[float])
 
     @classmethod
     def of(cls, row: RunRow) -> _Totals:
         stride = 1 << max(0, math.ceil(math.log2(max(1, row.steps) / (2 * CURVE))))
-        return cls(row.steps, row.tokens, row.seconds, row.loss, list(row.curve), stride)
+        settings = {**row.optimizer_config}
+        return cls(row.steps, row.tokens, row.seconds, row.loss, list(row.curve), settings, stride)
 
     def add(self, step: int, loss: float | None) -> None:
         self.steps, self.loss = step, loss if loss is not None else self.loss
@@ -113,7 +128,7 @@ class _Totals:
     def columns(self) -> dict[str, Any]:
         return {
             "steps": self.steps, "tokens": self.tokens, "seconds": round(self.seconds, 3), "loss": self.loss,
-            "curve": self.curve or self.partial,
+            "curve": self.curve or self.partial, "optimizer_config": self.settings,
         }  # fmt: skip
 
 
@@ -134,6 +149,9 @@ class RunMetrics:
         self._windows: defaultdict[str, _Window] = defaultdict(_Window)
         self._totals: dict[str, _Totals] = {}
         self._changed: set[str] = set()  # runs whose totals the ledger has not
+        self._logged: dict[str, set[str]] = {}  # what a client has logged, by run
+        self._thinned: dict[Path, threading.Thread] = {}  # files that are being thinned out
+        self._writing = threading.Lock()
 
     def worked(self, work: Execution, seconds: float) -> None:
         """A training request was executed: collect a pass, write a step."""
@@ -144,14 +162,22 @@ class RunMetrics:
         self._changed.add(run_id)
         if work.op == "optim_step":
             self._windows[run_id] = _Window(since=now)
+            if isinstance(work.request, OptimStepRequest):
+                totals.settings |= vars(work.request.optim_params)
             if not future.failed:
                 self._write(run_id, window, future.outcome.metrics or {}, work.seq_id)
         elif work.one_pass is not None and not future.failed:
             totals.tokens += work.tokens
             if work.backward:
+                totals.settings["loss_fn"] = work.one_pass.loss_fn
                 window.add(
                     future.outcome.metrics | pass_metrics(work.one_pass.data, future.outcome.loss_fn_outputs)
                 )
+
+    def sampled(self, row: SamplerRow, seconds: float, outcome: Any, request: SampleRequest) -> None:
+        """A sample ended: its time counts, if the run that it was drawn from is trained in its session."""
+        if (run_id := own_run(row)) is not None and run_id in self._windows:
+            self._windows[run_id].sample(seconds, time.monotonic())
 
     def _of(self, row: RunRow) -> _Totals:
         if row.run_id not in self._totals:
@@ -163,6 +189,7 @@ class RunMetrics:
         self.flush()
         self._windows.pop(run_id, None)
         self._totals.pop(run_id, None)
+        self._logged.pop(run_id, None)
 
     def steps_of(self, run_id: str) -> int:
         """How many steps a run has taken."""
@@ -204,11 +231,29 @@ class RunMetrics:
         try:
             directory = self._home.run_dir(run_id)
             directory.mkdir(parents=True, exist_ok=True)
-            if _append(directory / file, f"{json.dumps(finite)}\n".encode()) > MAX_BYTES:
-                _thin_out(directory / file)
-            self._wrote(directory / file)
+            path = directory / file
+            with self._writing:
+                size = _append(path, f"{json.dumps(finite)}\n".encode())
+            if size > MAX_BYTES and path not in self._thinned:
+                thread = threading.Thread(target=self._thin_out, args=[path, size], daemon=True)
+                self._thinned[path] = thread
+                thread.start()
+            self._wrote(path)
         except OSError as error:
             log.warning("a line of %s is missing in its metrics: %s", run_id, error)
+
+    def _thin_out(self, path: Path, size: int) -> None:
+        """Put fewer lines in the place of a file's first `size` bytes; others are added meanwhile."""
+        try:
+            with open(path, "rb") as file, open(path.with_suffix(".part"), "wb", buffering=0) as part:
+                part.write(thinned(file.read(size)))
+                with self._writing:
+                    part.write(file.read())
+                    os.replace(part.name, path)
+        except OSError as error:
+            log.warning("%s was not thinned out: %s", path, error)
+        finally:
+            del self._thinned[path]
 
     # -- operations --------------------------------------------------------------------------------------
 
@@ -219,6 +264,12 @@ class RunMetrics:
         if step is None:
             step = self.steps_of(row.run_id)
         self._home.check_disk()
+        if (known := self._logged.get(row.run_id)) is None:
+            found = await asyncio.to_thread(names_in, self._home.run_dir(row.run_id) / LOGGED)
+            known = self._logged.setdefault(row.run_id, found)
+        if len(known | request.metrics.keys()) > MOST_NAMES:
+            raise Refusal(422, f"this run has logged {len(known)} metrics by name, and may log {MOST_NAMES}")
+        known.update(request.metrics)
         self._append(row.run_id, LOGGED, {**request.metrics, "step": step, "time": round(time.time(), 3)})
 
     async def get_run_metrics(self, request: GetTrainingRunRequest, caller: Caller) -> bytes:
@@ -235,11 +286,3 @@ def _append(path: Path, line: bytes) -> int:
             file.truncate(size)
             raise OSError("no space is left for it")
     return size + len(line)
-
-
-def _thin_out(path: Path) -> None:
-    """Drop every second line, keeping the last: a long run's curve keeps its shape."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    part = path.with_suffix(".part")
-    part.write_bytes(b"".join(lines[-1::-2][::-1]))
-    part.replace(path)

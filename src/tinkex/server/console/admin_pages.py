@@ -6,20 +6,20 @@ import asyncio
 import csv
 import io
 import time
-from collections import defaultdict
+from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from tinkex.server.api_keys import hash_key, new_key
 from tinkex.server.console.console_data import ConsoleData
 from tinkex.server.console.formats import short
-from tinkex.server.console.site import ConsoleSite
+from tinkex.server.console.site import ConsoleSite, page_of
 from tinkex.server.console.visitors import Visitor
 from tinkex.service.refusal import Caller, Refusal
-from tinkex.service.rows import RunQuery, Scope, UsageRow
+from tinkex.service.rows import Scope
 from tinkex.service.service import Service
 from tinkex.store import directory_bytes
 from tinkex.types.training import DeleteRunRequest
@@ -27,6 +27,7 @@ from tinkex.wire import ops
 
 DAYS = 30  # of usage and of the audit log
 MOST_RUNS = 2000  # whose space on the disk is measured
+MEASURED, PATIENCE = 60.0, 0.05  # seconds for which a measurement holds, and for which a page waits for more
 SHOWN = 100
 EVERYBODY = Scope(None)
 
@@ -36,42 +37,66 @@ class AdminPages:
 
     def __init__(self, site: ConsoleSite, data: ConsoleData) -> None:
         self._site, self._data = site, data
+        self._sizes: dict[str, tuple[float, int]] = {}  # when a run was measured, and its bytes
+        self._measuring: asyncio.Future[None] | None = None
         site.add("/console/admin", self.show)
         site.add("/console/admin/usage.csv", self.usage_csv)
         site.add("/console/admin/disk", self.disk)
 
     async def show(self, request: Request, visitor: Visitor) -> Response:
         must_be_admin(visitor)
-        ledger, now = self._data.ledger, time.time()
+        ledger, (number, offset) = self._data.ledger, page_of(request, SHOWN, "audit")
         if self._data.live is not None:
             self._data.live.flush()
-        usage = ledger.usage(now - DAYS * 86400, now + 3600, EVERYBODY)
+        usage = ledger.usage_by_day(time.time() - DAYS * 86400, limit=SHOWN)
+        audit = ledger.latest_audit(limit=SHOWN + 1, offset=offset)
         return self._site.render(
-            "admin.html", visitor, keys=ledger.keys(), usage=_by_day(usage), days=DAYS,
-            storage=ledger.storage(EVERYBODY),
+            "admin.html", visitor, keys=ledger.keys(), days=DAYS, storage=ledger.storage(EVERYBODY),
+            usage=[(datetime.fromtimestamp(day, UTC).date(), owner, kinds) for day, owner, kinds in usage],
             projects=sorted({key.project_id for key in ledger.keys() if key.project_id}),  # noqa: SIM118
-            audit=ledger.audit(EVERYBODY, start=now - DAYS * 86400)[-SHOWN:][::-1],
+            audit=audit[:SHOWN], audit_page=number, audit_more=len(audit) > SHOWN,
         )  # fmt: skip
 
     async def usage_csv(self, request: Request, visitor: Visitor) -> Response:
         must_be_admin(visitor)
-        now, out = time.time(), io.StringIO()
-        writer = csv.writer(out)
-        writer.writerow(["hour", "owner", "project", "base_model", "session", "kind", "amount"])
-        for row in self._data.ledger.usage(now - 365 * 86400, now + 3600, EVERYBODY):
-            hour = datetime.fromtimestamp(row.hour, UTC).isoformat()
-            fields = [hour, row.owner, row.project_id, row.base_model, row.session_id, row.kind, row.amount]
-            writer.writerow([_harmless(field) for field in fields])
         named = {"content-disposition": "attachment; filename=usage.csv"}
-        return Response(out.getvalue(), 200, named, "text/csv")
+        return StreamingResponse(self._usage_by_day(), 200, named, "text/csv")
+
+    async def _usage_by_day(self) -> AsyncGenerator[str]:
+        """A year's rows, a day at a time: others have their turn in between."""
+        yield "hour,owner,project,base_model,session,kind,amount\r\n"
+        end = time.time() + 3600
+        for days in range(365, 0, -1):
+            out = io.StringIO()
+            writer, start = csv.writer(out), end - days * 86400
+            for row in self._data.ledger.usage(start, start + 86400, EVERYBODY):
+                hour = datetime.fromtimestamp(row.hour, UTC).isoformat()
+                amount = row.kind, row.amount
+                fields = [hour, row.owner, row.project_id, row.base_model, row.session_id, *amount]
+                writer.writerow([_harmless(field) for field in fields])
+            if text := out.getvalue():
+                yield text
+            await asyncio.sleep(0)
 
     async def disk(self, request: Request, visitor: Visitor) -> Response:
         must_be_admin(visitor)
-        rows = self._data.ledger.find_runs(RunQuery(), EVERYBODY, limit=MOST_RUNS).rows
-        sizes = await asyncio.to_thread(lambda: [_size(self._data.directory(row)) for row in rows])
-        largest = sorted(zip(sizes, rows, strict=True), key=lambda pair: pair[0], reverse=True)
-        shown = [(size, self._data.shown(row)) for size, row in largest[:SHOWN]]
-        return self._site.render("disk.html", visitor, runs=shown, total=sum(sizes), count=len(rows))
+        ledger, run_ids = self._data.ledger, self._data.ledger.run_ids(limit=MOST_RUNS)
+        if self._measuring is None or self._measuring.done():
+            old = time.monotonic() - MEASURED
+            missing = [run_id for run_id in run_ids if self._sizes.get(run_id, (old, 0))[0] <= old]
+            self._measuring = asyncio.ensure_future(self._site.off_loop(self._measure, missing))
+        await asyncio.wait([self._measuring], timeout=PATIENCE)
+        sizes = {run_id: self._sizes[run_id][1] for run_id in run_ids if run_id in self._sizes}
+        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:SHOWN]
+        rows = [row for run_id in largest if (row := ledger.run(run_id)) is not None]
+        return self._site.render(
+            "disk.html", visitor, runs=[(sizes[one.row.run_id], one) for one in self._data.shown(rows)],
+            total=sum(sizes.values()), count=len(run_ids), measured=len(sizes),
+        )  # fmt: skip
+
+    def _measure(self, run_ids: list[str]) -> None:
+        for run_id in run_ids:
+            self._sizes[run_id] = time.monotonic(), _size(self._data.home.run_dir(run_id))
 
 
 class AdminChanges:
@@ -127,18 +152,9 @@ def must_be_admin(visitor: Visitor) -> None:
         raise Refusal(403, "this page is for keys that may administer: `tinkex server keys add NAME --admin`")
 
 
-def _by_day(usage: list[UsageRow]) -> list[tuple[str, str, dict[str, float]]]:
-    """Amounts of each kind, by day and owner, newest first."""
-    days: defaultdict[tuple[str, str], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for row in usage:
-        day = datetime.fromtimestamp(row.hour, UTC).date().isoformat()
-        days[day, row.owner][row.kind] += row.amount
-    return [(day, owner, dict(days[day, owner])) for day, owner in sorted(days, reverse=True)][:SHOWN]
-
-
 def _harmless(field: object) -> object:
     """A spreadsheet takes a text that begins so for a formula."""
-    return f"'{field}" if isinstance(field, str) and field[:1] in "=+-@\t" else field
+    return f"'{field}" if isinstance(field, str) and field[:1] in "=+-@\t\r\n" else field
 
 
 def _size(directory: Path) -> int:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from tinkex.server.console.console_data import ConsoleData, sees
-from tinkex.server.console.site import ConsoleSite
+from tinkex.server.console.site import ConsoleSite, page_of
 from tinkex.server.console.visitors import Visitor
 from tinkex.service.refusal import Refusal
 from tinkex.service.rows import CheckpointRow, RunRow
@@ -20,7 +20,7 @@ from tinkex.service.service import Service
 from tinkex.types.checkpoints import CheckpointRequest, ParsedCheckpointTinkerPath, SetCheckpointTTLRequest
 from tinkex.wire import ops
 
-MOST = 500  # checkpoints of one page
+PAGE = 50  # checkpoints of one page
 _DAY = 86400
 _VERBS = {
     "publish": ops.PUBLISH_CHECKPOINT, "unpublish": ops.UNPUBLISH_CHECKPOINT, "delete": ops.DELETE_CHECKPOINT,
@@ -50,22 +50,21 @@ class CheckpointPages:
         site.add("/console/checkpoints", self.list)
 
     async def list(self, request: Request, visitor: Visitor) -> Response:
-        run_id, ledger, now = request.query_params.get("run", ""), self._data.ledger, time.time()
+        run_id, ledger = request.query_params.get("run", ""), self._data.ledger
+        number, offset = page_of(request, PAGE)
         if run_id:
-            row = self._data.row(run_id, visitor)
-            found, total = self._data.checkpoints(row), 0
+            saved = self._data.checkpoints(self._data.row(run_id, visitor))
+            found, total = saved[offset : offset + PAGE], len(saved)
         else:
-            page = ledger.checkpoints(visitor.scope, limit=MOST, now=now)
-            found, total = page.rows, page.total
-        rows = {one.run_id: run for one in found if (run := ledger.run(one.run_id)) is not None}
-        for child in ledger.runs_with_parents(visitor.scope, limit=MOST):
-            if not run_id or child.run_id in rows or (child.parent or "").startswith(f"tinker://{run_id}/"):
-                rows.setdefault(child.run_id, child)
+            found, total = ledger.checkpoints(visitor.scope, limit=PAGE, offset=offset, now=time.time())
+        rows = {i: run for i in {one.run_id: 0 for one in found} if (run := ledger.run(i)) is not None}
+        for child in ledger.runs_made_from([one.tinker_path for one in found], visitor.scope, limit=PAGE):
+            rows.setdefault(child.run_id, child)
         tree = _lineage([row for row in rows.values() if sees(visitor, row.owner, row.project_id)], found)
-        size = sum(one.size_bytes for one in found)
         return self._site.render(
-            "checkpoints.html", visitor, tree=tree, run_id=run_id, count=len(found), size=size,
-            more=max(0, total - len(found)),
+            "checkpoints.html", visitor, tree=tree, run_id=run_id, count=total, page=number,
+            pages=max(1, -(-total // PAGE)), size=sum(one.size_bytes for one in found),
+            owns=visitor.caller.owns,
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ Everything is read for one visitor, and nothing of another tenant's is found.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -29,7 +29,7 @@ class Live(Protocol):
         """Write what is collected in memory to the ledger."""
         ...
 
-    def busy(self) -> list[str]:
+    def busy(self) -> set[str]:
         """Runs with requests that are not done."""
         ...
 
@@ -38,7 +38,7 @@ class Live(Protocol):
         ...
 
     def waits_for(self, row: RunRow, owns: Callable[[str], bool]) -> str:
-        """Why a run's requests are not executed yet; "" if they are, or there are none."""
+        """Why a run's requests are not executed yet, or what is sampled; "" if neither."""
         ...
 
     def events(self, row: RunRow) -> list[TraceEvent]:
@@ -75,16 +75,20 @@ class ConsoleData:
 
     def runs(self, query: RunQuery, visitor: Visitor, *, limit: int, offset: int) -> RowPage[ShownRun]:
         self._flush()
-        now = time.time()
-        busy = tuple(self.live.busy()) if self.live is not None else ()
-        query = replace(query, active_since=now - RUNNING_SECONDS, heard_since=now - self.lapse, busy=busy)
+        now, busy = time.time(), self._busy()
+        query = replace(
+            query, active_since=now - RUNNING_SECONDS, heard_since=now - self.lapse, busy=tuple(busy)
+        )
         page = self.ledger.find_runs(query, visitor.scope, limit=limit, offset=offset)
-        return RowPage([self.shown(row) for row in page.rows], page.total)
+        return RowPage(self.shown(page.rows), page.total)
+
+    def _busy(self) -> set[str]:
+        return set() if self.live is None else self.live.busy()
 
     def run(self, run_id: str, visitor: Visitor) -> ShownRun:
         """A run that the visitor may see; Refusal if there is none."""
         self._flush()
-        return self.shown(self.row(run_id, visitor))
+        return self.shown([self.row(run_id, visitor)])[0]
 
     def row(self, run_id: str, visitor: Visitor) -> RunRow:
         row = self.ledger.run(run_id)
@@ -92,15 +96,16 @@ class ConsoleData:
             raise not_found(f"run {run_id}")
         return row
 
-    def shown(self, row: RunRow) -> ShownRun:
-        busy, seen = False, None
-        if self.live is not None:
-            busy, seen = row.run_id in self.live.busy(), self.live.seen_at(row.session_id)
-        if seen is None:
-            session = self.ledger.session(row.session_id)
-            seen = 0.0 if session is None else session.last_seen_at
-        state, why = run_status(row, seen, self.lapse, busy=busy)
-        return ShownRun(row, state, (why or "").replace(f"{self.home.root}/", ""))  # no path of the server
+    def shown(self, rows: Iterable[RunRow]) -> list[ShownRun]:
+        busy, shown = self._busy(), list[ShownRun]()
+        for row in rows:
+            seen = None if self.live is None else self.live.seen_at(row.session_id)
+            if seen is None:
+                session = self.ledger.session(row.session_id)
+                seen = 0.0 if session is None else session.last_seen_at
+            state, why = run_status(row, seen, self.lapse, busy=row.run_id in busy)
+            shown.append(ShownRun(row, state, (why or "").replace(f"{self.home.root}/", "")))  # no path
+        return shown
 
     def directory(self, row: RunRow) -> Path:
         return self.home.run_dir(row.run_id)

@@ -6,8 +6,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
+from tinkex.server.bodies import IncomingRequest
 from tinkex.server.console.admin_pages import AdminChanges, AdminPages
 from tinkex.server.console.change_pages import RunChanges
 from tinkex.server.console.checkpoint_pages import CheckpointChanges, CheckpointPages
@@ -24,6 +27,7 @@ from tinkex.server.console.visitors import HomeVisitors, KeyVisitors
 from tinkex.server.gateway import Gateway
 from tinkex.service.home import Home
 from tinkex.service.ledger_reader import LedgerReader
+from tinkex.service.peers import Elsewhere
 
 LAPSE = 60.0  # seconds without a heartbeat, after which the process that trains is taken for gone
 
@@ -35,12 +39,21 @@ def server_console(gateway: Gateway, secret: bytes) -> list[Route]:
     def count(status: int) -> None:
         counts["console", status] += 1
 
+    async def check_here(run_id: str) -> None:
+        if service.peers is not None:
+            await service.peers.check_session(run_id.partition(":")[0], fresh=False)
+
+    async def forward(request: Request, body: bytes, there: Elsewhere) -> Response:
+        return await gateway.forward(IncomingRequest(request.scope, request.receive), body, there)
+
     site = ConsoleSite(
-        KeyVisitors(gateway.authenticator, secret, gateway.public_url), urlsplit(gateway.public_url).path,
-        ready=lambda: service.ready, clean=gateway.without_paths, count=count,
+        KeyVisitors(gateway.authenticator, service.ledger, secret, gateway.public_url),
+        urlsplit(gateway.public_url).path, ready=lambda: service.ready, clean=gateway.without_paths,
+        count=count, compressed=gateway.bodies.compressed, synced=service.disk.synced,
+        check_here=check_here, forward=forward,
     )  # fmt: skip
     data = ConsoleData(service.ledger, service.home, service.config.session_lapse, LiveService(service))
-    streams = LiveStreams(lambda: gateway.draining)
+    streams = LiveStreams(site.visitors, lambda: gateway.draining)
     texts = ServedTokenTexts(service)
     RunPages(site, data, streams)
     RunChanges(site, service)
@@ -58,7 +71,7 @@ def home_console(home: Path, visitors: HomeVisitors) -> Starlette:
     """The console of a home directory: read-only, also while another process trains in it."""
     site = ConsoleSite(visitors)
     data = ConsoleData(LedgerReader(home / "ledger.sqlite"), Home(home), LAPSE)
-    RunPages(site, data, LiveStreams())
+    RunPages(site, data, LiveStreams(visitors))
     CheckpointPages(site, data)
     RolloutPages(site, data, HomeTokenTexts(home), rate=0.0)
     AdminPages(site, data)

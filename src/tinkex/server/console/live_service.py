@@ -1,11 +1,13 @@
-"""What the console learns from the service in its own process: who is busy, who waits, and for what."""
+"""What the console learns from the service in its own process: which runs are busy or wait, and for what."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
+from tinkex.service.futures import ACTIVE
 from tinkex.service.rows import RunRow
+from tinkex.service.samplers import RunningSample
 from tinkex.service.service import Service
 from tinkex.service.sessions import TraceEvent
 
@@ -18,6 +20,7 @@ class LiveService:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._flushed = 0.0
+        self._looked, self._samples = -1.0, dict[str, list[RunningSample]]()
 
     def flush(self) -> None:
         """At most once a second, however many pages are open: it writes to the ledger."""
@@ -25,8 +28,14 @@ class LiveService:
             self._flushed = now
             self._service.flush()
 
-    def busy(self) -> list[str]:
-        return self._service.runs.busy()
+    def busy(self) -> set[str]:
+        return {*self._service.runs.busy(), *self._sampling()}
+
+    def _sampling(self) -> dict[str, list[RunningSample]]:
+        """What is sampled of which run; looked up twice a second, however many pages are open."""
+        if (now := time.monotonic()) - self._looked >= 0.5:
+            self._looked, self._samples = now, self._service.samplers.under_way()
+        return self._samples
 
     def seen_at(self, session_id: str) -> float | None:
         return self._service.activity.seen.get(session_id)
@@ -35,6 +44,18 @@ class LiveService:
         return self._service.traces.latest(row.session_id, row.run_id, EVENTS)
 
     def waits_for(self, row: RunRow, owns: Callable[[str], bool]) -> str:
+        return self._training_waits(row, owns) or self._draws(row)
+
+    def _draws(self, row: RunRow) -> str:
+        if not (samples := [one for one in self._sampling().get(row.run_id, ()) if not one.future.done]):
+            return ""
+        states = [one.future.queue_state for one in samples]
+        if ACTIVE not in states:
+            return f"its samples wait: {states[-1][1]}"
+        count = sum(one.request.num_samples for one in samples)
+        return f"draws {count} sample{'' if count == 1 else 's'}"
+
+    def _training_waits(self, row: RunRow, owns: Callable[[str], bool]) -> str:
         run = self._service.runs.get(row.run_id)
         if run is None or run.idle:
             return ""

@@ -27,9 +27,9 @@ from tinkex.service.service import Service
 TICK = 2.0
 MOST = 50  # sessions and errors
 _STATS = {
-    "adapters_live": "Adapters in training", "adapters_published": "Adapters to sample from",
-    "adapter_bytes": "Memory of adapters", "sequences_waiting": "Sequences that wait",
-    "preemptions": "Sequences preempted so far", "trainers": "Trainers", "samplers": "Samplers",
+    "adapters_live": "Training adapters", "adapters_published": "Sampling adapters",
+    "adapter_bytes": "Adapter memory", "sequences_waiting": "Waiting sequences",
+    "preemptions": "Preempted sequences", "trainers": "Trainers", "samplers": "Samplers",
 }  # fmt: skip
 
 
@@ -39,6 +39,7 @@ class NowPage:
     def __init__(self, site: ConsoleSite, service: Service, metrics: Metrics, streams: LiveStreams) -> None:
         self._site, self._service, self._metrics, self._streams = site, service, metrics, streams
         self._gpus = Gpus()
+        self._owners: dict[str, str] = {}  # of sessions
         site.add("/console/now", self.show)
         site.add("/console/now/events", self.events)
 
@@ -46,7 +47,7 @@ class NowPage:
         return self._site.render("now.html", visitor, **await self._describe(visitor))
 
     async def events(self, request: Request, visitor: Visitor) -> Response:
-        return self._streams.response(self._follow(visitor), visitor)
+        return self._streams.response(self._follow(visitor), request, visitor)
 
     async def _follow(self, visitor: Visitor) -> AsyncGenerator[bytes]:
         shown, key = b"", ("now", visitor.name, visitor.scope)
@@ -62,23 +63,27 @@ class NowPage:
             await next_tick(TICK)
 
     async def _describe(self, visitor: Visitor) -> dict[str, Any]:
-        service, metrics, caller = self._service, self._metrics, visitor.caller
-        sessions = [
-            row
-            for session_id in list(service.activity.seen)
-            if (row := service.ledger.session(session_id)) is not None and caller.owns(row.owner)
-        ]
-        sessions.sort(key=lambda row: row.created_at, reverse=True)
-        errors = [one for one in reversed(metrics.errors) if caller.owns(one.owner)]
+        service, metrics, caller, clean = self._service, self._metrics, visitor.caller, self._site.clean
+        seen = service.activity.seen
+        mine = sorted((i for i in list(seen) if caller.owns(self._owner(i))), key=seen.__getitem__)
+        sessions = [row for i in mine[: -MOST - 1 : -1] if (row := service.ledger.session(i)) is not None]
+        errors = [one for one in reversed(metrics.errors) if caller.owns(one.owner)][:MOST]
         return {
-            "sessions": sessions[:MOST], "seen": service.activity.seen,
-            "others": len(service.activity.seen) - len(sessions),
+            "alone": service.peers is None,
+            "sessions": sessions, "seen": seen, "others": len(seen) - len(mine),
             "engines": (engines := [self._engine(model, visitor) for model in service.models]),
             "nodes": _nodes(await self._gpus.read(), engines),
             "rates": metrics.rates(time.monotonic()),
             "latencies": _latencies(metrics),
-            "errors": errors[:MOST],
+            "errors": [one._replace(what=clean(one.what), text=clean(one.text)) for one in errors],
         }  # fmt: skip
+
+    def _owner(self, session_id: str) -> str:
+        """Whose session it is; it never changes, and there may be thousands."""
+        if (owner := self._owners.get(session_id)) is None:
+            row = self._service.ledger.session(session_id)
+            owner = self._owners[session_id] = "" if row is None else row.owner
+        return owner
 
     def _engine(self, model: ServedModel, visitor: Visitor) -> dict[str, Any]:
         """One base model: who is executed and who waits at its trainers, and what its engine reports."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -12,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.console.event_pages import LiveStreams
+from tinkex.server.console.formats import short
 from tinkex.server.console.site import ConsoleSite, as_json
 from tinkex.server.console.token_texts import TokenPieces, TokenTexts, pieces, top_texts
 from tinkex.server.console.visitors import Visitor
-from tinkex.server.openai.drawing import tokenizer_of
+from tinkex.server.openai.text_sampler import tokenizer_of
 from tinkex.server.stream_sample import server_sent
 from tinkex.service.refusal import Refusal
 from tinkex.service.sample_events import SampleEvents
@@ -59,7 +58,10 @@ class Playground:
 
     async def show(self, request: Request, visitor: Visitor) -> Response:
         saved = self._service.ledger.checkpoints(visitor.scope, limit=MOST_CHECKPOINTS).rows
-        paths = [one.tinker_path for one in saved if one.kind != "external_weights" and not one.encrypted]
+        usable = [one for one in saved if one.kind != "external_weights" and not one.encrypted]
+        runs = {run_id: self._service.ledger.run(run_id) for run_id in {one.run_id for one in usable}}
+        names = {run_id: (row and row.name) or short(run_id) for run_id, row in runs.items()}
+        paths = {one.tinker_path: f"{names[one.run_id]} · {one.name}" for one in usable}
         models = [model.name for model in self._service.models]
         chosen = request.query_params.getlist("model") or models[:1]
         return self._site.render(
@@ -85,7 +87,7 @@ class Playground:
         else:
             system = [{"role": "system", "content": asked.system}] if asked.system else []
             messages = [*system, {"role": "user", "content": asked.prompt}]
-            tokens = await asyncio.to_thread(render_chat, tokenizer, messages)
+            tokens = await self._site.off_loop(render_chat, tokenizer, messages)
         if not tokens:
             raise Refusal(422, "the prompt is empty")
         return tokens
@@ -112,21 +114,21 @@ class Playground:
             topk_sample_logprobs=TOP,
         )  # fmt: skip
         table = await self._texts.table(base)
+        self._streams.check_room(visitor)  # before anything is drawn
         events = self._service.stream(work, visitor.caller)
-        return self._streams.response(self._follow(events, table), visitor)
+        return self._streams.response(self._follow(events, table), request, visitor, used=events)
 
     async def _follow(self, events: SampleEvents, table: Any) -> AsyncGenerator[bytes]:
         texts = TokenPieces(table)
-        async with aclosing(events):
-            async for one in events:
-                if isinstance(one, NewTokens):
-                    drawn = {"ids": one.tokens, "pieces": texts.add(one.tokens), "logprobs": one.logprobs_np}
-                    yield server_sent("tokens", drawn)
-                elif isinstance(one, PendingFuture):
-                    yield server_sent("waits", {"why": one.queue_state_reason or "it waits for its turn"})
-                elif isinstance(one, SampleResponse):
-                    (sequence,) = one.sequences
-                    top = top_texts(sequence.topk_logprobs or [], table)
-                    yield server_sent("end", {"stop": sequence.stop_reason, "top": top})
-                else:
-                    yield server_sent("failed", {"error": self._site.clean(one.error)})
+        async for one in events:
+            if isinstance(one, NewTokens):
+                drawn = {"ids": one.tokens, "pieces": texts.add(one.tokens), "logprobs": one.logprobs_np}
+                yield server_sent("tokens", drawn)
+            elif isinstance(one, PendingFuture):
+                yield server_sent("waits", {"why": one.queue_state_reason or "it waits for its turn"})
+            elif isinstance(one, SampleResponse):
+                (sequence,) = one.sequences
+                top = top_texts(sequence.topk_logprobs or [], table)
+                yield server_sent("end", {"stop": sequence.stop_reason, "top": top})
+            else:
+                yield server_sent("failed", {"error": self._site.clean(one.error)})

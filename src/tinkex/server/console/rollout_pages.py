@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.console.console_data import ConsoleData
-from tinkex.server.console.site import ConsoleSite, as_json
-from tinkex.server.console.token_texts import TokenTexts, pieces, top_texts
+from tinkex.server.console.site import ConsoleSite, as_json, page_of
+from tinkex.server.console.token_texts import TokenTexts, pieces, text_of, top_texts
 from tinkex.server.console.visitors import Visitor
 from tinkex.service.refusal import Refusal, not_found
 from tinkex.service.rollout_reader import RolloutReader, RolloutSummary, SampleSummary
@@ -20,6 +19,7 @@ from tinkex.service.rows import RunRow
 
 GROUPS = 50  # of one page
 MOST_SAMPLES = 64  # of a group that are shown
+SEARCHED = 1000  # groups whose prompts are searched for a text
 PREVIEW = 160  # characters of a prompt in the list
 
 
@@ -64,9 +64,24 @@ ORDERS: dict[str, Callable[[RolloutGroup], float]] = {
     "step": lambda group: group.step,
     "spread": lambda group: max(group.advantages, default=0.0) - min(group.advantages, default=0.0),
     "length": lambda group: group.tokens,
-    "surprise": lambda group: -(group.logprob or 0.0),
+    "lowest logprob": lambda group: -(group.logprob or 0.0),
     "difference": lambda group: group.difference or 0.0,
 }
+
+
+def _matches(group: RolloutGroup, query: dict[str, str]) -> bool:
+    """Is it what the page's filters ask for?"""
+    sign, stop = {"+": 1, "-": -1}.get(query["sign"], 0), query["stop"]
+    return (
+        query["step"] in ("", str(group.step))
+        and (not query["trained"] or bool(group.advantages))
+        and (not sign or any(one * sign > 0 for one in group.advantages))
+        and (not stop or any(one.summary.stop == stop for one in group.samples))
+    )
+
+
+def _preview(text: str) -> str:
+    return text if len(text) <= PREVIEW else f"… {text[-PREVIEW:]}"
 
 
 class RolloutPages:
@@ -80,7 +95,7 @@ class RolloutPages:
         site.add("/console/runs/{run_id}/rollouts/{group}/tokens", self.tokens)
 
     async def _groups(self, row: RunRow) -> list[RolloutGroup]:
-        rollouts = await asyncio.to_thread(self._reader.list, self._data.directory(row))
+        rollouts = await self._site.off_loop(self._reader.list, self._data.directory(row))
         found: defaultdict[tuple[int, str], list[ShownSample]] = defaultdict(list)
         for one in rollouts:
             found[one.step, one.group] += [ShownSample(one, i, s) for i, s in enumerate(one.samples)]
@@ -88,30 +103,32 @@ class RolloutPages:
 
     async def list(self, request: Request, visitor: Visitor) -> Response:
         run, given = self._data.run(request.path_params["run_id"], visitor), request.query_params
-        groups = await self._groups(run.row)
+        groups, (number, offset) = await self._groups(run.row), page_of(request, GROUPS)
         steps = sorted({group.step for group in groups})
-        step, joined, order = given.get("step", ""), given.get("trained", ""), given.get("order", "step")
-        if step.isdecimal():
-            groups = [group for group in groups if group.step == int(step)]
-        if joined:
-            groups = [group for group in groups if group.advantages]
-        groups.sort(key=ORDERS.get(order, ORDERS["step"]), reverse=True)
+        stops = sorted({one.summary.stop for group in groups for one in group.samples})
+        query = {name: given.get(name, "") for name in ("step", "trained", "sign", "stop", "text", "order")}
+        groups = [group for group in groups if _matches(group, query)]
+        groups.sort(key=ORDERS.get(query["order"], ORDERS["step"]), reverse=True)
         table = await self._texts.table(run.row.base_model)
-        shown = groups[:GROUPS]
-        prompts = await asyncio.to_thread(lambda: [self._preview(group, table) for group in shown])
+        if query["text"]:
+            groups = await self._site.off_loop(self._with_text, groups[:SEARCHED], query["text"], table)
+        shown = groups[offset : offset + GROUPS]
+        prompts = await self._site.off_loop(lambda: [_preview(self._prompt(one, table)) for one in shown])
         return self._site.render(
             "rollouts.html", visitor, run=run, groups=list(zip(shown, prompts, strict=True)),
-            total=len(groups), steps=steps, step=step, trained=joined, order=order, orders=[*ORDERS],
-            rate=self._rate,
+            total=len(groups), steps=steps, stops=stops, query=query, orders=[*ORDERS], rate=self._rate,
+            page=number, pages=max(1, -(-len(groups) // GROUPS)), searched=SEARCHED,
         )  # fmt: skip
 
-    def _preview(self, group: RolloutGroup, table: Any) -> str:
+    def _prompt(self, group: RolloutGroup, table: Any) -> str:
         try:
-            tokens = self._reader.record(group.samples[0].rollout, 0)["prompt"]
-        except (OSError, ValueError, IndexError):
+            return " ".join(text_of(self._reader.prompt(group.samples[0].rollout), table).split())
+        except (OSError, ValueError):
             return "dropped meanwhile"
-        text = " ".join("".join(pieces(tokens[-400:], table)).split())
-        return text if len(text) <= PREVIEW else f"… {text[-PREVIEW:]}"
+
+    def _with_text(self, groups: list[RolloutGroup], text: str, table: Any) -> list[RolloutGroup]:
+        wanted = " ".join(text.split()).casefold()
+        return [group for group in groups if wanted in self._prompt(group, table).casefold()]
 
     async def show(self, request: Request, visitor: Visitor) -> Response:
         run, wanted = self._data.run(request.path_params["run_id"], visitor), request.path_params["group"]
@@ -132,13 +149,13 @@ class RolloutPages:
 
     async def tokens(self, request: Request, visitor: Visitor) -> Response:
         row, given = self._data.row(request.path_params["run_id"], visitor), request.query_params
-        rollouts = await asyncio.to_thread(self._reader.list, self._data.directory(row))
+        rollouts = await self._site.off_loop(self._reader.list, self._data.directory(row))
         number, sample = given.get("id", ""), given.get("sample", "0")
         found = next((one for one in rollouts if str(one.id) == number), None)
         if found is None or not sample.isdecimal() or int(sample) >= len(found.samples):
             raise not_found(f"rollout {number!r:.40} of run {row.run_id}")
         try:
-            record = await asyncio.to_thread(self._reader.record, found, int(sample))
+            record = await self._site.off_loop(self._reader.record, found, int(sample))
         except (OSError, ValueError) as error:
             raise Refusal(404, "this rollout was dropped meanwhile: newer ones took its room") from error
         table = await self._texts.table(row.base_model)

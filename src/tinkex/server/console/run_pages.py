@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import numpy as np
 from starlette.requests import Request
@@ -13,7 +12,7 @@ from starlette.responses import Response
 
 from tinkex.server.console.console_data import ConsoleData, ShownRun
 from tinkex.server.console.event_pages import LiveStreams, next_tick
-from tinkex.server.console.site import ConsoleSite, as_json
+from tinkex.server.console.site import ConsoleSite, as_json, page_of
 from tinkex.server.console.visitors import Visitor
 from tinkex.server.stream_sample import server_sent
 from tinkex.service.refusal import Refusal
@@ -26,18 +25,18 @@ MOST_COMPARED = 24
 STATES = ("running", "idle", "finished", "interrupted", "failed")
 TIMELINE = 60  # requests of a run's page
 TICK = 1.0  # seconds between two looks at what a page shows
-_SPLIT = ("seconds", "waiting_seconds", "publishing_seconds")
+_SPLIT = ("seconds", "waiting_seconds", "publishing_seconds", "sampling_seconds")
 # What a chart is called, and the metrics in it; others get a chart each.
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Loss", ("loss",)),
-    ("Better answers of a group", ("better_answers:mean",)),
+    ("Group win rate", ("better_answers:mean",)),
     ("Targets surely right (p > ½)", ("surely_right:mean",)),
     ("KL sampler − trainer", ("kl_sample_train_v1:mean", "kl_sample_train_v2:mean")),
-    ("Ratio trainer / sampler", ("ratio:mean", "ratio:min", "ratio:max")),
+    ("Importance ratio (trainer/sampler)", ("ratio:mean", "ratio:min", "ratio:max")),
     ("Entropy (of sampled tokens)", ("entropy:mean",)),
     ("Advantage", ("advantage:mean", "positive_advantages:mean")),
-    ("Spread of rewards within a group", ("reward_spread:mean",)),
-    ("Tokens of an answer", ("answer_tokens:mean",)),
+    ("Reward spread in group", ("reward_spread:mean",)),
+    ("Tokens per answer", ("answer_tokens:mean",)),
     ("Gradient norm", ("grad_norm",)),
     ("Learning rate", ("learning_rate",)),
     ("Tokens per second", ("tokens_per_second",)),
@@ -45,11 +44,12 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 _LABELS = {
     "seconds": "computing", "waiting_seconds": "waiting", "publishing_seconds": "publishing",
+    "sampling_seconds": "sampling",
     "kl_sample_train_v1:mean": "KL v1", "kl_sample_train_v2:mean": "KL v2", "advantage:mean": "mean",
     "positive_advantages:mean": "share above 0", "entropy:mean": "entropy",
-    "ratio:mean": "mean", "ratio:min": "least", "ratio:max": "greatest",
-    "better_answers:mean": "better answers", "surely_right:mean": "surely right",
-    "reward_spread:mean": "spread of rewards", "answer_tokens:mean": "answer tokens",
+    "ratio:mean": "mean", "ratio:min": "min", "ratio:max": "max",
+    "better_answers:mean": "group win rate", "surely_right:mean": "surely right",
+    "reward_spread:mean": "reward spread", "answer_tokens:mean": "answer tokens",
 }  # fmt: skip
 _FIRST = ("reward", "accuracy", "score", "correct", "return")  # words of metrics that come after the loss
 _LEFT_OUT = {
@@ -73,7 +73,7 @@ class RunPages:
 
     async def _moved(self, request: Request, visitor: Visitor) -> Response:
         run_id = request.path_params.get("run_id")
-        return self._site.redirect(f"/console/runs/{run_id}" if run_id else "/console/runs")
+        return self._site.redirect(f"/console/runs/{quote(run_id, ':')}" if run_id else "/console/runs")
 
     # -- the list ----------------------------------------------------------------------------------------
 
@@ -84,8 +84,8 @@ class RunPages:
             given.get("q", "")[:200], given.get("state", ""), given.get("model", ""), given.get("tag", ""),
             order if order in RUN_ORDERS else "created_at", given.get("way") != "up",
         )  # fmt: skip
-        number = max(1, int(n)) if (n := given.get("page", "1")).isdecimal() and len(n) < 9 else 1
-        page = self._data.runs(query, visitor, limit=PAGE, offset=(number - 1) * PAGE)
+        number, offset = page_of(request, PAGE)
+        page = self._data.runs(query, visitor, limit=PAGE, offset=offset)
         models = self._data.ledger.run_models(visitor.scope)
         values: dict[str, Any] = {
             "runs": page.rows, "total": page.total, "query": query, "states": STATES, "models": models,
@@ -98,32 +98,42 @@ class RunPages:
 
     async def show(self, request: Request, visitor: Visitor) -> Response:
         run = self._data.run(request.path_params["run_id"], visitor)
-        values = await asyncio.to_thread(self._describe, run, visitor)
+        values = await self._describe(run, visitor)
         session = self._data.ledger.session(run.row.session_id)
-        saved = self._data.checkpoints(run.row)
-        return self._site.render("run.html", visitor, **values, session=session, checkpoints=saved)
+        return self._site.render(
+            "run.html", visitor, **values, session=session, checkpoints=self._data.checkpoints(run.row),
+            may_change=visitor.caller.owns(run.row.owner),
+        )  # fmt: skip
 
-    def _describe(self, run: ShownRun, visitor: Visitor) -> dict[str, Any]:
+    async def _describe(self, run: ShownRun, visitor: Visitor) -> dict[str, Any]:
         """What changes while a run's page is open."""
         live = self._data.live
+        last = await self._site.off_loop(self._data.series.last, self._data.directory(run.row))
         return {
-            "run": run,
-            "last": self._data.series.last(self._data.directory(run.row)),
+            "run": run, "last": last, "labels": _whole_names(),
+            "names": _ordered([last]) + sorted(_LEFT_OUT & last.keys()),
             "waits": "" if live is None else live.waits_for(run.row, visitor.caller.owns),
             "timeline": [] if live is None else _timeline(live.events(run.row)),
-            "labels": _LABELS,
-        }
+        }  # fmt: skip
 
     async def curves(self, request: Request, visitor: Visitor) -> Response:
         row = self._data.row(request.path_params["run_id"], visitor)
-        curves, _, _ = await asyncio.to_thread(
-            self._data.series.read, self._data.directory(row), by_time=_by_time(request), view=_view(request)
-        )
-        return as_json(_chart_data(curves, anew=True))
+        event, _ = await self._site.off_loop(self._read, row, Mark(), _by_time(request), _view(request))
+        return as_json(event)
+
+    def _read(
+        self, row: RunRow, mark: Mark, by_time: bool, view: View = View()
+    ) -> tuple[dict[str, Any] | None, Mark]:
+        """What comes after a mark, for charts; None if nothing does. And how far it goes."""
+        directory, series = self._data.directory(row), self._data.series
+        curves, reached, anew = series.read(directory, mark, by_time=by_time, view=view, without=_LEFT_OUT)
+        if not curves and not anew:
+            return None, reached
+        return _chart_data(curves, series.left_out(directory), anew=anew), reached
 
     async def events(self, request: Request, visitor: Visitor) -> Response:
         row = self._data.row(request.path_params["run_id"], visitor)
-        return self._streams.response(self._follow(row, visitor, _by_time(request)), visitor)
+        return self._streams.response(self._follow(row, visitor, _by_time(request)), request, visitor)
 
     async def _follow(self, row: RunRow, visitor: Visitor, by_time: bool) -> AsyncGenerator[bytes]:
         """The curves of a run and then what is added to them; and its state, when it changes."""
@@ -143,23 +153,20 @@ class RunPages:
     def _points(
         self, row: RunRow, mark: Mark, by_time: bool
     ) -> Callable[[], Coroutine[Any, Any, tuple[bytes, Mark]]]:
-        """What comes after a mark, as an event; b"" if nothing does. And how far it goes."""
+        """`_read` as an event; b"" if nothing is new."""
 
-        async def read() -> tuple[bytes, Mark]:
-            curves, reached, anew = await asyncio.to_thread(
-                self._data.series.read, self._data.directory(row), mark, by_time=by_time
-            )
-            new = curves or anew
-            return server_sent("points", _chart_data(curves, anew)) if new else b"", reached
+        def read() -> tuple[bytes, Mark]:
+            new, reached = self._read(row, mark, by_time)
+            return b"" if new is None else server_sent("points", new), reached
 
-        return read
+        return lambda: self._site.off_loop(read)
 
     def _state(self, run_id: str, visitor: Visitor) -> Callable[[], Coroutine[Any, Any, bytes]]:
         """A run's state as an event; Refusal, once the run is not the visitor's any more."""
 
         async def render() -> bytes:
             run = self._data.run(run_id, visitor)
-            values = await asyncio.to_thread(self._describe, run, visitor)
+            values = await self._describe(run, visitor)
             text = self._site.text("_run_state.html", visitor, **values)
             return server_sent("part", {"id": "state", "html": text})
 
@@ -175,38 +182,37 @@ class RunPages:
 
     async def compare(self, request: Request, visitor: Visitor) -> Response:
         runs = self._compared(request, visitor)
-        last = [await asyncio.to_thread(self._data.series.last, self._data.directory(r.row)) for r in runs]
-        names = [n for n in dict.fromkeys(n for one in last for n in one) if n not in _LEFT_OUT | {"time"}]
+        last = [await self._site.off_loop(self._data.series.last, self._data.directory(r.row)) for r in runs]
         facts = [_configuration(run.row) for run in runs]
         keys = list(dict.fromkeys(key for one in facts for key in one))
         differ = [key for key in keys if len({one.get(key) for one in facts}) > 1]
         same = {key: facts[0][key] for key in keys if key not in differ} if facts else {}
         return self._site.render(
-            "compare.html", visitor, runs=runs, last=last, names=names, facts=facts, differ=differ, same=same,
-            labels=_whole_names(), query=urlencode([("run", run.row.run_id) for run in runs]),
+            "compare.html", visitor, runs=runs, last=last, names=_ordered(last), labels=_whole_names(),
+            facts=facts, differ=differ, same=same, query=urlencode([("run", run.row.run_id) for run in runs]),
         )  # fmt: skip
 
     async def compared_curves(self, request: Request, visitor: Visitor) -> Response:
         runs = self._compared(request, visitor)
-        curves, names = dict[str, Curve](), dict[str, None]()
-        view = _view(request)._replace(pixels=max(60, 800 // max(1, len(runs))))
+        return as_json(await self._site.off_loop(self._overlaid, runs, _by_time(request), _view(request)))
+
+    def _overlaid(self, runs: Sequence[ShownRun], by_time: bool, view: View) -> dict[str, Any]:
+        curves, names, left_out = dict[str, Curve](), dict[str, None](), 0
         for index, run in enumerate(runs):
-            directory = self._data.directory(run.row)
-            found, _, _ = await asyncio.to_thread(
-                self._data.series.read, directory, by_time=_by_time(request), view=view
-            )
+            directory, series = self._data.directory(run.row), self._data.series
+            began = run.row.created_at if by_time else 0.0  # runs began at different times
+            part = View(view.low + began, view.high + began, in_all=view.in_all // len(runs))
+            found, _, _ = series.read(directory, by_time=by_time, view=part, without=_LEFT_OUT)
+            left_out = max(left_out, series.left_out(directory))
             names |= dict.fromkeys(found)
-            for name, curve in found.items():
-                if _by_time(request):  # seconds since it began: runs began at different times
-                    curve = Curve(curve.x - run.row.created_at, curve.y)
-                curves[f"{name}@{index}"] = curve
+            curves |= {f"{name}@{index}": Curve(x - began, y) for name, (x, y) in found.items()}
         panels = [
             {"title": _title(title, name, metrics),
              "lines": [[f"{name}@{i}", run.title] for i, run in enumerate(runs) if f"{name}@{i}" in curves]}
             for title, metrics in _panels(names)
             for name in metrics
         ]  # fmt: skip
-        return as_json({"anew": True, "panels": panels, "curves": _plain(curves)})
+        return _described(panels, curves, left_out, anew=True, digits=4)
 
 
 def _link(query: RunQuery) -> Any:
@@ -237,16 +243,45 @@ def _view(request: Request) -> View:
     return View(given("low", view.low), given("high", view.high), view.pixels)
 
 
-def _chart_data(curves: Mapping[str, Curve], anew: bool) -> dict[str, Any]:
+def _chart_data(curves: Mapping[str, Curve], left_out: int, *, anew: bool) -> dict[str, Any]:
     panels = [
         {"title": title, "lines": [[name, _LABELS.get(name, name)] for name in names]}
         for title, names in _panels(curves)
     ]
-    return {"anew": anew, "panels": panels, "curves": _plain(curves)}
+    return _described(panels, curves, left_out, anew=anew)
 
 
-def _plain(curves: Mapping[str, Curve]) -> dict[str, Any]:
-    return {name: {"x": np.round(curve.x, 3), "y": curve.y} for name, curve in curves.items()}
+def _described(
+    panels: list[dict[str, Any]], curves: Mapping[str, Curve], left_out: int, *, anew: bool, digits: int = 5
+) -> dict[str, Any]:
+    """Charts as charts.js takes them; curves have few digits, and most have their x in common.
+
+    `panels`: title and lines (a curve's key, its label). `x`: every different x axis once, as its first value
+    and then the differences. `curves`: by key, the number of its x axis, and y. `left_out`: how many metrics
+    are not sent, because there are too many. `anew`: they replace what was sent before.
+    """
+    axes, shown = dict[bytes, tuple[int, np.ndarray]](), dict[str, tuple[int, np.ndarray]]()
+    for key, (x, y) in curves.items():
+        rounded = np.round(x, 2)
+        number, _ = axes.setdefault(rounded.tobytes(), (len(axes), rounded))
+        shown[key] = number, significant(y, digits)
+    steps = [np.round(np.diff(x, prepend=0.0), 2) for _, x in axes.values()]
+    whole = [one.astype(int) if (one == one.astype(int)).all() else one for one in steps]
+    return {"anew": anew, "panels": panels, "x": whole, "curves": shown, "left_out": left_out}
+
+
+def significant(values: np.ndarray, digits: int) -> np.ndarray:
+    """Rounded to so many digits.
+
+    >>> significant(np.array([123456.0, -0.00123456, 0.0]), 3).tolist()
+    [123000.0, -0.00123, 0.0]
+    """
+    y = values.astype(float)
+    with np.errstate(divide="ignore"):
+        power = digits - 1 - np.floor(np.log10(np.abs(y)))
+    power = np.where(np.isfinite(power), power, 0)
+    up, down = 10.0 ** np.maximum(power, 0), 10.0 ** np.maximum(-power, 0)
+    return np.round(y * up / down) / up * down
 
 
 def _panels(names: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
@@ -260,6 +295,12 @@ def _panels(names: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     return [one for one in (loss, *((name, [name]) for name in first), *ours, *others) if one[1]]
 
 
+def _ordered(last: Sequence[Mapping[str, float]]) -> list[str]:
+    """The metrics of these last values: the step, then as their charts are ordered."""
+    found = dict.fromkeys(name for one in last for name in one if name not in ("step", "time"))
+    return ["step"][: any("step" in one for one in last)] + [n for _, names in _panels(found) for n in names]
+
+
 def _title(title: str, name: str, metrics: list[str]) -> str:
     """Of a chart with one metric of those that share a chart elsewhere."""
     return title if len(metrics) == 1 else f"{title}: {_LABELS.get(name, name)}"
@@ -267,7 +308,7 @@ def _title(title: str, name: str, metrics: list[str]) -> str:
 
 def _whole_names() -> dict[str, str]:
     """What metrics are called where no title of a chart is above them."""
-    return {name: _title(title, name, list(names)) for title, names in _PANELS for name in names}
+    return {"step": "Step"} | {n: _title(title, n, list(names)) for title, names in _PANELS for n in names}
 
 
 def _configuration(row: RunRow) -> dict[str, str]:
@@ -275,7 +316,8 @@ def _configuration(row: RunRow) -> dict[str, str]:
     lora = {f"lora.{name}": str(value) for name, value in row.lora.model_dump().items()}
     metadata = {f"metadata.{name}": str(value) for name, value in (row.user_metadata or {}).items()}
     made = {"made from": row.parent} if row.parent else {}
-    return {"base model": row.base_model, **lora, "optimizer": str(row.optimizer_config), **made, **metadata}
+    settings = {name: str(value) for name, value in row.optimizer_config.items()}
+    return {"base model": row.base_model, **lora, **settings, **made, **metadata}
 
 
 def _timeline(events: list[TraceEvent]) -> list[dict[str, Any]]:

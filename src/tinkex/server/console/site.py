@@ -1,36 +1,45 @@
 """What all pages share: templates, headers, errors, the login, and where files of the console are.
 
 A page is a function of a request and a visitor. It loads nothing from elsewhere, and runs no inline script or
-style. Whatever changes something must carry its session's form token. Knows no run and no metric.
+style. Whatever changes something must carry its session's form token. What takes long runs on threads of the
+console's own, and a user's requests are limited, so that pages cannot hold up the API. Knows no run and no
+metric.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
 import re
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote
 
 import orjson
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tinkex.engine.protocol import EngineError
 from tinkex.errors import InvalidInputError
 from tinkex.server.console import formats
 from tinkex.server.console.visitors import Visitor, Visitors
-from tinkex.service.refusal import Refusal
+from tinkex.service.peers import Elsewhere
+from tinkex.service.refusal import InUse, Refusal
 
 log = logging.getLogger("tinkex.server")
 HERE = Path(__file__).parent
 MAX_FORM = 64 * 1024
+THREADS = 4
+OPEN, OPEN_IN_ALL = 64, 512  # requests that are answered at a time, of one user and of all; streams not
+MAX_FORWARDED = 1024 * 1024
+BIG = 2048  # bytes from which a page is worth compressing
 HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -44,6 +53,19 @@ _FORGED = "this request does not come from a page of this console: reload the pa
 Handler = Callable[[Request], Awaitable[Response]]
 Page = Callable[[Request, Visitor], Awaitable[Response]]
 Form = dict[str, str]
+T = TypeVar("T")
+
+
+async def _not_compressed(body: bytes, accept_encoding: str) -> tuple[str, bytes]:
+    return "", body
+
+
+async def _nothing(what: str = "") -> None:
+    """For a console without a server."""
+
+
+async def _nowhere(request: Request, body: bytes, there: Elsewhere) -> Response:
+    raise there
 
 
 @dataclass(eq=False)
@@ -55,9 +77,15 @@ class ConsoleSite:
     ready: Callable[[], bool] = lambda: True
     clean: Callable[[str], str] = str  # an error's text, as users may see it
     count: Callable[[int], None] = lambda status: None  # responses, by status
+    compressed: Callable[[bytes, str], Awaitable[tuple[str, bytes]]] = _not_compressed
+    synced: Callable[[], Awaitable[None]] = _nothing  # what was changed is on the disk
+    check_here: Callable[[str], Awaitable[None]] = _nothing  # Elsewhere if another server has this run
+    forward: Callable[[Request, bytes, Elsewhere], Awaitable[Response]] = _nowhere
     routes: list[Route] = field(default_factory=list[Route], init=False)
 
     def __post_init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, "tinkex-console")
+        self._in_use = InUse("open pages", OPEN, OPEN_IN_ALL)
         loader = FileSystemLoader(HERE / "templates")
         self._jinja = Environment(
             loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -84,9 +112,19 @@ class ConsoleSite:
             visitor = self.visitors.find(request)
             if visitor is None:
                 return self._to_login(request)
-            if request.method not in ("GET", "HEAD"):
+            changes = request.method not in ("GET", "HEAD")
+            if changes:
                 await self._check_token(request, visitor)
-            return await page(request, visitor)
+            self._in_use.take(visitor.name, 1)
+            try:
+                if run_id := request.path_params.get("run_id"):
+                    await self.check_here(run_id)
+                response = await page(request, visitor)
+                if changes and not isinstance(response, StreamingResponse):
+                    await self.synced()
+                return response
+            finally:
+                self._in_use.give_back(visitor.name, 1)
 
         self.routes.append(Route(path, self._open(admitted), methods=list(methods) or ["GET"]))
 
@@ -95,15 +133,41 @@ class ConsoleSite:
             try:
                 if not self.ready():
                     raise Refusal(503, "the server is starting, or stopping: reload in a moment")
-                response = await handler(request)
+                response = await self._answer(handler, request)
             except Exception as error:
                 response = self._failure(request, error)
             for name, value in HEADERS.items():
                 response.headers.setdefault(name, value)
+            await self._compress(request, response)
             self.count(response.status_code)
             return response
 
         return handle
+
+    async def _answer(self, handler: Handler, request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Elsewhere as there:
+            return await self.forward(request, await self.body(request, MAX_FORWARDED), there)
+
+    async def _compress(self, request: Request, response: Response) -> None:
+        """Compress a large page for a browser that takes it.
+
+        A page has a secret, its form token, and text of its address. Other sites cannot guess the secret from
+        sizes: what they request has no cookie.
+        """
+        accepted = request.headers.get("accept-encoding", "")
+        if isinstance(response, StreamingResponse) or len(response.body) < BIG or not accepted:
+            return
+        encoding, body = await self.compressed(bytes(response.body), accepted)
+        if encoding:
+            response.body = body
+            response.headers.update({"content-encoding": encoding, "content-length": str(len(body))})
+            response.headers["vary"] = "accept-encoding"
+
+    async def off_loop(self, work: Callable[..., T], *given: Any) -> T:
+        """Do something on a thread of the console."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
 
     async def _check_token(self, request: Request, visitor: Visitor) -> None:
         given = request.headers.get("x-form-token", "")
@@ -197,7 +261,7 @@ class ConsoleSite:
 
     async def _logout(self, request: Request, visitor: Visitor) -> Response:
         response = self.redirect("/console/login", request)
-        self.visitors.log_out(response, request)
+        self.visitors.log_out(response, request, visitor)
         return response
 
     # -- files -------------------------------------------------------------------------------------------
@@ -213,6 +277,13 @@ class ConsoleSite:
             raise Refusal(404, "there is no such file")
         kind = _TYPES[Path(request.path_params["file"]).suffix]
         return Response(known, 200, {"cache-control": "public, max-age=31536000, immutable"}, kind)
+
+
+def page_of(request: Request, size: int, name: str = "page") -> tuple[int, int]:
+    """The number of the page that is asked for, from 1, and how many rows come before it."""
+    given = request.query_params.get(name, "1")
+    number = max(1, int(given)) if given.isdecimal() and len(given) < 9 else 1
+    return number, (number - 1) * size
 
 
 def as_json(value: Any) -> Response:

@@ -78,6 +78,13 @@ def pieces(tokens: Iterable[int], table: Sequence[bytes] | None) -> list[str]:
     return TokenPieces(table).add(tokens)
 
 
+def text_of(tokens: Sequence[int], table: Sequence[bytes] | None) -> str:
+    """All tokens as one text."""
+    if table is None or max(tokens, default=0) >= len(table):
+        return "".join(pieces(tokens, table))
+    return b"".join(map(table.__getitem__, tokens)).decode(errors="replace")
+
+
 def top_texts(
     rows: Sequence[Sequence[tuple[int, float]] | None], table: Sequence[bytes] | None
 ) -> list[list[tuple[str, float]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -13,8 +14,9 @@ from starlette.responses import Response
 
 from tinkex.config import is_loopback_host
 from tinkex.server.api_keys import LOCAL_KEY, Authenticator, hash_key
-from tinkex.server.console.login_session import COOKIE, LoginSessions
+from tinkex.server.console.login_session import EndedSessions, LoginSessions
 from tinkex.service.access import scope_of
+from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import LOCAL_USER, Caller, Refusal
 from tinkex.service.rows import Scope
 
@@ -52,7 +54,7 @@ class Visitors(Protocol):
         """Remember a user by their key; Refusal if it is not accepted."""
         ...
 
-    def log_out(self, response: Response, request: Request) -> None: ...
+    def log_out(self, response: Response, request: Request, visitor: Visitor) -> None: ...
 
 
 class KeyVisitors:
@@ -60,17 +62,18 @@ class KeyVisitors:
 
     read_only = False
 
-    def __init__(self, authenticator: Authenticator, secret: bytes, public_url: str) -> None:
+    def __init__(self, authenticator: Authenticator, ledger: Ledger, secret: bytes, public_url: str) -> None:
         self._authenticator, self._public_url = authenticator, public_url
-        parts = urlsplit(public_url)
-        self._sessions = LoginSessions(secret, path=f"{parts.path}/", secure=parts.scheme == "https")
+        parts, ended = urlsplit(public_url), EndedSessions(ledger)
+        secure = parts.scheme == "https"
+        self._sessions = LoginSessions(secret, ended, path=f"{parts.path}/", secure=secure)
 
     @property
     def hint(self) -> str:
         return LOCAL_KEY if self._authenticator.is_open else ""
 
     def find(self, request: Request) -> Visitor | None:
-        session = self._sessions.read(request.cookies.get(COOKIE, ""))
+        session = self._sessions.read(request)
         if session is None:
             return None
         try:
@@ -93,8 +96,8 @@ class KeyVisitors:
     def log_in(self, response: Response, key: str) -> None:
         self._sessions.begin(response, self._authenticator.identify(key).key_hash)
 
-    def log_out(self, response: Response, request: Request) -> None:
-        self._sessions.end(response, self._sessions.read(request.cookies.get(COOKIE, "")))
+    def log_out(self, response: Response, request: Request, visitor: Visitor) -> None:
+        self._sessions.end(response, request, visitor.name)
 
 
 class HomeVisitors:
@@ -102,12 +105,13 @@ class HomeVisitors:
 
     hint, read_only = "", True
 
-    def __init__(self) -> None:
+    def __init__(self, home: Path) -> None:
         self.key = f"tml-{secrets.token_urlsafe(24)}"
-        self._sessions = LoginSessions(secrets.token_bytes(32))
+        named_by = str(home.absolute()).encode()
+        self._sessions = LoginSessions(secrets.token_bytes(32), EndedSessions(), named_by=named_by)
 
     def find(self, request: Request) -> Visitor | None:
-        session = self._sessions.read(request.cookies.get(COOKIE, ""))
+        session = self._sessions.read(request)
         if session is None:
             return None
         return Visitor(Caller(LOCAL_USER), Scope(None), self._sessions.form_token(session), admin=True)
@@ -117,5 +121,5 @@ class HomeVisitors:
             raise Refusal(401, "this is not the key that was printed when the console began")
         self._sessions.begin(response, hash_key(key))
 
-    def log_out(self, response: Response, request: Request) -> None:
-        self._sessions.end(response, self._sessions.read(request.cookies.get(COOKIE, "")))
+    def log_out(self, response: Response, request: Request, visitor: Visitor) -> None:
+        self._sessions.end(response, request, visitor.name)

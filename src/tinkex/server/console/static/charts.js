@@ -1,21 +1,27 @@
 // Charts of a page: the curves it names, and the points that its stream of events adds to them.
 // Knows uPlot and no metric: the server says which lines share a chart, and what they are called.
+// The page's address says how they are drawn, so that it can be shared.
 import { follow } from "./live.js";
 
 const host = document.getElementById("charts");
+const compared = !host.dataset.events;              // runs overlaid: the runs' names are above all charts
 const tool = (id) => document.getElementById(id);
-const style = () => getComputedStyle(document.documentElement);
-const colour = (name) => style().getPropertyValue(`--${name}`).trim();
-const COLOURS = 8;
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const COLOURS = 8, DASHES = [[], [7, 4], [2, 3]], HEIGHT = 196, LEGEND = 24;
 
 let panels = [];            // [{title, lines: [[key, label]]}]
 let curves = {};            // key -> {x: [], y: []}
 let plots = new Map();      // title -> {figure, value, plot}
 let zoom = null;            // [low, high], while a part is shown
-let drawing = 0;
+let extent = null;          // of x, while all is shown
+let asked = 0, drawing = 0;
 
 const shown = (v) => v == null ? "–" : Math.abs(v) >= 1e5 ? v.toExponential(2) : String(+v.toPrecision(4));
 const WHOLE = Array.from({ length: 27 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));   // steps between ticks
+const byTime = () => tool("x-axis").value === "time";
+const wallClock = () => byTime() && !compared;     // else: steps, or seconds since a run began
+const logX = () => tool("log-x").checked && !wallClock();
+const element = (name, className = "", text = "") => Object.assign(document.createElement(name), { className, textContent: text });
 
 // The labels of an axis: as many digits as tell its ticks apart.
 function labels(u, ticks, axis, space, step) {
@@ -29,6 +35,12 @@ function labels(u, ticks, axis, space, step) {
 const room = (u, values) => 20 + 7 * Math.max(4, ...(values ?? []).map((v) => v.length));
 // Of values that are all 0, which uPlot would draw up to 100.
 const range = (u, low, high) => low == null ? [low, high] : low === 0 && high === 0 ? [-1, 1] : uPlot.rangeNum(low, high, 0.1, true);
+// What a logarithmic axis can show: no end of it is 0.
+function logRange(u, low, high) {
+  if (low == null) return [1, 10];
+  const begin = low > 0 ? low : u.data[0][0];
+  return high > begin ? [begin, high] : [begin / 2, begin * 2];
+}
 
 function smooth(y, weight) {
   if (!weight) return y;
@@ -41,95 +53,100 @@ function smooth(y, weight) {
   });
 }
 
-function tables(panel) {
-  const weight = +tool("smoothing").value;
-  const there = panel.lines.filter(([key]) => curves[key] && curves[key].x.length);
-  const data = there.map(([key]) => [curves[key].x, smooth(curves[key].y, weight)]);
-  const raw = weight ? there.map(([key]) => [curves[key].x, curves[key].y]) : [];
-  return { there, data: [...raw, ...data].length ? uPlot.join([...raw, ...data]) : null, raw: raw.length };
+// The lines of a chart that have points. A logarithmic axis has no place for x ≤ 0.
+function lines(panel) {
+  const weight = +tool("smoothing").value, found = [];
+  panel.lines.forEach(([key, label], index) => {
+    const { x, y } = curves[key] ?? { x: [] };
+    const first = logX() ? x.findIndex((v) => v > 0) : 0;
+    if (x.length <= first || first < 0) return;
+    const smoothed = smooth(y, weight), cut = (values) => first ? values.slice(first) : values;
+    found.push({ look: compared ? +key.slice(key.lastIndexOf("@") + 1) : index, label, x: cut(x), y: cut(y), smoothed: weight ? cut(smoothed) : null });
+  });
+  return found;
 }
 
-function options(panel, there, raw, width) {
-  const logY = tool("log-y").checked, logX = tool("log-x").checked, byTime = tool("x-axis").value === "time";
-  const axis = { stroke: colour("faint"), grid: { stroke: colour("grid"), width: 1 }, ticks: { stroke: colour("grid"), width: 1 }, font: "12px system-ui" };
-  const line = ([, label], index, faint) => ({
-    label, stroke: colour(`line-${index % COLOURS}`) + (faint ? "40" : ""), width: faint ? 1 : 1.6, spanGaps: true,
-    points: { show: false },
+function options(panel, held, width) {
+  const grid = { stroke: colour("grid"), width: 1 }, axis = { stroke: colour("faint"), grid, ticks: grid, font: "12px system-ui" };
+  const few = held.lines.some(({ x }) => x.length < 3);
+  const line = ({ label, look }, faint) => ({
+    label, stroke: colour(`line-${look % COLOURS}`) + (faint ? "40" : ""), width: faint ? 1 : 1.6, spanGaps: true,
+    dash: DASHES[Math.floor(look / COLOURS) % DASHES.length], points: { show: few && !faint },
   });
-  const wallClock = byTime && host.dataset.events;   // else: seconds since a run began
-  const few = there.some(([key]) => curves[key].x.length < 3);
   return {
-    width, height: 190, legend: { show: false }, cursor: { sync: { key: "console" }, drag: { x: true, y: false } },
-    scales: { x: { time: Boolean(wallClock), distr: logX && !wallClock ? 3 : 1 }, y: logY ? { distr: 3 } : { range } },
-    axes: [byTime || logX ? axis : { ...axis, incrs: WHOLE }, { ...axis, size: room, values: labels }],
-    series: [{}, ...(raw ? there.map((l, i) => line(l, i, true)) : []), ...there.map((l, i) => ({ ...line(l, i, false), points: { show: few } }))],
+    width, height: HEIGHT - (held.legend ? LEGEND : 0), legend: { show: false }, padding: [10, 8, 0, 0],
+    cursor: { sync: { key: "console" }, drag: { x: true, y: false } },
+    scales: { x: { time: wallClock(), ...(logX() ? { distr: 3, range: logRange } : {}) }, y: tool("log-y").checked ? { distr: 3 } : { range } },
+    axes: [{ ...axis, size: wallClock() ? 42 : 28, ...(byTime() || logX() ? {} : { incrs: WHOLE }) }, { ...axis, size: room, values: labels }],
+    series: [{}, ...held.lines.filter((one) => one.smoothed).map((one) => line(one, true)), ...held.lines.map((one) => line(one, false))],
     hooks: {
-      setCursor: [(u) => caption(panel, u)],
+      setCursor: [(u) => caption(panel, held, pointed(u))],
       setSelect: [(u) => { if (u.select.width > 2) zoomTo([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); }],
     },
   };
 }
 
-function caption(panel, u) {
-  const held = plots.get(panel.title);
-  if (!held) return;
-  const parts = [];
-  const at = u && u.cursor.idx != null ? u.data[0][u.cursor.idx] : null;
-  panel.lines.forEach(([key, label]) => {
-    const curve = curves[key];
-    if (!curve || !curve.x.length) return;
-    let index = curve.x.length - 1;
-    if (at != null) while (index > 0 && curve.x[index] > at) index--;
-    parts.push(panel.lines.length > 1 ? `${label} ${shown(curve.y[index])}` : `${shown(curve.y[index])}`);
+const pointed = (u) => u.cursor.idx == null ? null : u.data[0][u.cursor.idx];
+
+// The values at a place of the x axis; else the last ones.
+function caption(panel, held, at) {
+  const values = held.lines.map(({ x, y, smoothed }) => {
+    let index = x.length - 1;
+    if (at != null) while (index > 0 && x[index] > at) index--;
+    return shown(y[index]) + (smoothed ? `${held.legend ? " ~ " : ", smoothed "}${shown(smoothed[index])}` : "");
   });
-  const x = at != null && tool("x-axis").value === "step" ? ` at ${shown(at)}` : "";
-  held.value.textContent = (parts.length > 3 ? "" : parts.join(" · ")) + x;
-  if (at == null) held.plotted.setAttribute("aria-label", `${panel.title}: last ${parts.join(", ")}`);
+  const place = at == null ? "" : wallClock() ? ` at ${new Date(at * 1000).toLocaleTimeString()}` : ` at ${shown(at)}${byTime() ? " s" : ""}`;
+  held.value.textContent = (held.legend ? "" : values[0]) + place;
+  if (held.legend) [...held.legend.children].forEach((one, i) => { one.lastChild.textContent = values[i]; });
+  if (at == null) held.plotted.setAttribute("aria-label", `${panel.title}: last ${values.map((value, i) => held.legend ? `${held.lines[i].label} ${value}` : value).join(", ")}`);
+}
+
+function legend({ look, label }) {
+  const one = element("span", `key-${look % COLOURS} dash-${Math.floor(look / COLOURS) % DASHES.length}`);
+  one.append(element("span", compared ? "unseen" : "", `${label}:`), " ", element("b"));
+  one.title = label;
+  return one;
+}
+
+function add(panel) {
+  const figure = element("figure"), title = element("figcaption"), value = element("span", "faint"), plotted = element("div");
+  title.append(panel.title, " ", value);
+  plotted.setAttribute("role", "img");
+  figure.append(title, plotted);
+  const held = { figure, value, plotted, legend: compared || panel.lines.length > 1 ? element("p", "legend") : null };
+  if (held.legend) figure.append(held.legend);
+  host.append(figure);
+  plots.set(panel.title, held);
+  return held;
 }
 
 function draw() {
   drawing = 0;
   if (!panels.length) return;
   if (!plots.size) host.replaceChildren();
+  const empty = new Set(plots.values());
   for (const panel of panels) {
-    let held = plots.get(panel.title);
-    const { there, data, raw } = tables(panel);
-    if (!data) continue;
-    if (!held) {
-      const figure = document.createElement("figure"), title = document.createElement("figcaption");
-      const value = document.createElement("span"), plotted = document.createElement("div");
-      title.append(panel.title, " ", value);
-      value.className = "faint";
-      plotted.className = "plot";
-      plotted.setAttribute("role", "img");
-      figure.append(title, plotted);
-      if (panel.lines.length > 1) {
-        const legend = document.createElement("p");
-        legend.className = "legend";
-        figure.append(legend);
-        held = { figure, value, plotted, legend };
-      } else held = { figure, value, plotted };
-      host.append(figure);
-      plots.set(panel.title, held);
-    }
-    if (held.legend && held.legend.childElementCount !== there.length) {
-      held.legend.replaceChildren(...there.map(([, label], i) => {
-        const one = document.createElement("span");
-        one.className = `key-${i % COLOURS}`;
-        one.textContent = label;
-        return one;
-      }));
-    }
+    const found = lines(panel);
+    if (!found.length) continue;
+    const held = plots.get(panel.title) ?? add(panel);
+    held.figure.hidden = false;
+    held.lines = found;
+    empty.delete(held);
+    const raw = found.filter((one) => one.smoothed).map(({ x, y }) => [x, y]);
+    const data = uPlot.join([...raw, ...found.map(({ x, y, smoothed }) => [x, smoothed ?? y])]);
     const width = Math.max(160, held.plotted.clientWidth);
-    const shape = JSON.stringify([there, raw, width, tool("log-y").checked, tool("log-x").checked, tool("x-axis").value, colour("ink"), there.some(([key]) => curves[key].x.length < 3)]);
+    const shape = JSON.stringify([found.map(({ look, label, x }) => [look, label, x.length < 3]), raw.length, width, tool("log-y").checked, logX(), byTime(), colour("ink")]);
     if (held.shape !== shape) {
+      held.legend?.replaceChildren(...found.map(legend));
       held.plot?.destroy();
-      held.plot = new uPlot(options(panel, there, raw, width), data, held.plotted);
+      held.plot = new uPlot(options(panel, held, width), data, held.plotted);
       held.shape = shape;
     } else held.plot.setData(data, !zoom);
     if (zoom) held.plot.setScale("x", { min: zoom[0], max: zoom[1] });
-    caption(panel, null);
+    caption(panel, held, pointed(held.plot));
   }
+  for (const { figure } of empty) figure.hidden = true;
+  if (!zoom) extent = Object.values(curves).reduce(([low, high], { x }) => x.length ? [Math.min(low, x[0]), Math.max(high, x[x.length - 1])] : [low, high], [Infinity, -Infinity]);
 }
 
 const redraw = () => { drawing ||= requestAnimationFrame(draw); };
@@ -141,7 +158,9 @@ function take(given) {
     if (!known) panels.push(panel);
     else for (const line of panel.lines) if (!known.lines.some(([key]) => key === line[0])) known.lines.push(line);
   }
-  for (const [key, { x, y }] of Object.entries(given.curves)) {
+  const axes = given.x.map((steps) => { let at = 0; return steps.map((step) => at += step); });
+  for (const [key, [axis, y]] of Object.entries(given.curves)) {
+    const x = axes[axis];
     const curve = (curves[key] ??= { x: [], y: [] });
     const last = curve.x.length ? curve.x[curve.x.length - 1] : -Infinity;
     if (x.length && x[0] < last) { fetchCurves(); return; }   // set back to an earlier step
@@ -149,32 +168,70 @@ function take(given) {
     curve.y.push(...y);
   }
   if (Object.values(curves).some((curve) => curve.x.length > 8000)) fetchCurves();
+  tool("left-out").textContent = given.left_out ? `${given.left_out} more metrics are not shown.` : "";
   redraw();
 }
 
 async function fetchCurves() {
-  const url = new URL(host.dataset.curves, location.href);
-  url.searchParams.set("x", tool("x-axis").value);
+  const url = address(host.dataset.curves), mine = ++asked;
   if (zoom) { url.searchParams.set("low", zoom[0]); url.searchParams.set("high", zoom[1]); }
   const response = await fetch(url, { headers: { accept: "application/json" } });
-  if (response.ok) take(await response.json());
+  if (response.ok && mine === asked) take(await response.json());
 }
+
+// -- what the address says --
+
+function address(path) {
+  const url = new URL(path, location.href);
+  url.searchParams.set("x", tool("x-axis").value);
+  return url;
+}
+
+function remember() {
+  const url = new URL(location.href);
+  const says = {
+    x: byTime() ? "time" : null, smoothing: +tool("smoothing").value || null, "log-y": tool("log-y").checked || null, "log-x": tool("log-x").checked || null,
+    low: zoom?.[0], high: zoom?.[1],
+  };
+  for (const [name, value] of Object.entries(says)) value == null ? url.searchParams.delete(name) : url.searchParams.set(name, value);
+  history.replaceState(history.state, "", url);
+}
+
+function recall() {
+  const says = new URL(location.href).searchParams, part = [says.get("low"), says.get("high")].map((v) => parseFloat(v));
+  tool("x-axis").value = says.get("x") === "time" ? "time" : "step";
+  tool("smoothing").value = says.get("smoothing") ?? 0;
+  for (const name of ["log-y", "log-x"]) tool(name).checked = says.has(name);
+  if (part[0] < part[1]) zoom = part;
+}
+
+// -- what is done to charts --
 
 function zoomTo(range) {
   zoom = range;
+  remember();
   fetchCurves();              // the part that is shown, as finely as it can be
 }
 
-for (const id of ["smoothing", "log-y", "log-x"]) tool(id).addEventListener("input", redraw);
-tool("x-axis").addEventListener("change", () => { zoom = null; curves = {}; fetchCurves().then(reopen); });
-tool("reset-zoom").addEventListener("click", () => { zoom = null; fetchCurves(); });
-host.addEventListener("dblclick", () => { zoom = null; fetchCurves(); });
+// To a part that is `scale` times as wide, and moved by this share of it; within what there is.
+function move(scale, by) {
+  const [low, high] = zoom ?? extent ?? [0, 0], wide = (high - low) * scale;
+  if (!(wide > 0)) return;
+  const [first, last] = extent ?? [-Infinity, Infinity];
+  const begin = Math.max(first, Math.min((low + high - wide) / 2 + by * wide, last - wide));
+  zoomTo(wide >= last - first ? null : [begin, begin + wide]);
+}
+
+recall();
+for (const id of ["smoothing", "log-y", "log-x"]) {
+  tool(id).addEventListener("input", redraw);
+  tool(id).addEventListener("change", remember);
+}
+tool("x-axis").addEventListener("change", () => { zoom = null; curves = {}; remember(); fetchCurves().then(reopen); });
+for (const button of document.querySelectorAll("[data-move]")) button.addEventListener("click", () => move(...JSON.parse(button.dataset.move)));
+tool("reset-zoom").addEventListener("click", () => zoomTo(null));
+host.addEventListener("dblclick", () => zoomTo(null));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 new ResizeObserver(redraw).observe(host);
-const address = () => {
-  const url = new URL(host.dataset.events, location.href);
-  url.searchParams.set("x", tool("x-axis").value);
-  return url;
-};
-const reopen = host.dataset.events ? follow(address, { points: (given) => { if (!zoom) take(given); } }) : () => {};
-if (!host.dataset.events) fetchCurves();
+if (compared || zoom) fetchCurves();
+const reopen = compared ? () => {} : follow(() => address(host.dataset.events), { points: (given) => { if (!zoom) take(given); } });

@@ -1,32 +1,66 @@
 // A part of a page that its stream of events replaces, and what says whether it is live.
 // The parts are rendered by our server, which escapes what users write.
+const same = (one, other) => ["tagName", "href", "ariaLabel", "value"].every((name) => one[name] === other[name]);
+
+// Replaces a part, but not while somebody types in it. What is open, scrolled and focused stays so.
 export function part({ id, html }) {
-  const place = document.getElementById(id);
-  const active = document.activeElement;
-  if (place.contains(active) && active !== place && !active.matches("[role=region]")) return;   // somebody types there
-  const open = [...place.querySelectorAll("details")].map((one) => one.open);
-  const scrolled = [...place.querySelectorAll(".scroll")].map((one) => [one.scrollLeft, one.scrollTop]);
+  const place = document.getElementById(id), active = document.activeElement;
+  const inside = place.contains(active) && active !== place;
+  if (inside && active.matches("input:not([type=checkbox]), select, textarea")) return;
+  const all = (what) => [...place.querySelectorAll(what)];
+  const alike = () => all(active.tagName).filter((one) => same(one, active));
+  const index = inside ? alike().indexOf(active) : -1;
+  const open = all("details").map((one) => one.open);
+  const scrolled = all(".scroll").map((one) => [one.scrollLeft, one.scrollTop]);
   place.innerHTML = html;
-  place.querySelectorAll("details").forEach((one, i) => { if (open[i] != null) one.open = open[i]; });
-  place.querySelectorAll(".scroll").forEach((one, i) => { if (scrolled[i]) [one.scrollLeft, one.scrollTop] = scrolled[i]; });
+  all("details").forEach((one, i) => { if (open[i] != null) one.open = open[i]; });
+  all(".scroll").forEach((one, i) => { if (scrolled[i]) [one.scrollLeft, one.scrollTop] = scrolled[i]; });
+  if (index >= 0) (alike()[index] ?? alike()[0])?.focus({ preventScroll: true });
 }
 
+// Opens a stream of events while the page is seen. A browser opens one that was cut again, but none that was refused:
+// then we ask why, and open it again after a pause that grows.
 export function follow(address, listeners) {
-  let source = null;
+  let source = null, pause = 1000, timer = 0;
   const said = document.getElementById("live");
-  const say = (text) => { if (said) said.textContent = text; };
+  const say = (text) => { if (said && said.textContent !== text) said.textContent = text; };
   const open = () => {
+    clearTimeout(timer);
     source?.close();
     source = null;
     if (document.hidden) return;          // a browser opens few connections to one server
-    source = new EventSource(address());
-    source.addEventListener("open", () => say("live"));
-    source.addEventListener("error", () => say("not connected; trying again"));
-    for (const [name, listener] of Object.entries({ part, ...listeners })) source.addEventListener(name, (event) => listener(JSON.parse(event.data)));
+    const mine = source = new EventSource(address());
+    mine.addEventListener("open", () => { pause = 1000; say("live"); });
+    mine.addEventListener("error", async () => {
+      say("not connected; trying again");
+      if (mine.readyState !== EventSource.CLOSED) return;
+      const status = await answers(address());
+      if (mine !== source) return;
+      if (status === 401) location.reload();          // which leads to the login, and back here
+      else if (status === 404) say("deleted");
+      else {
+        if (status === 429) say("too many pages are open; trying again");
+        timer = setTimeout(open, pause * (0.5 + Math.random()));
+        pause = Math.min(2 * pause, 30_000);
+      }
+    });
+    for (const [name, listener] of Object.entries({ part, ...listeners })) mine.addEventListener(name, (event) => listener(JSON.parse(event.data)));
   };
   document.addEventListener("visibilitychange", open);
   open();
   return open;
+}
+
+// How an address answers; 0 if it does not.
+async function answers(address) {
+  const stop = new AbortController();
+  try {
+    return (await fetch(address, { signal: stop.signal })).status;
+  } catch {
+    return 0;
+  } finally {
+    stop.abort();
+  }
 }
 
 const whole = document.querySelector("[data-events]:not([data-curves])");

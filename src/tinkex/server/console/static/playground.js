@@ -1,12 +1,14 @@
 // The playground: one prompt to several models at once, their answers as they are drawn.
 import { span } from "./tokens.js";
 
-const form = document.getElementById("ask"), answers = document.getElementById("answers");
+const form = document.getElementById("ask"), answers = document.getElementById("answers"), ended = document.getElementById("told");
 const token = document.body.dataset.formToken, root = document.body.dataset.root;
 let stopping = null;
 
 const number = (name) => form.elements[name].value === "" ? null : Number(form.elements[name].value);
 const models = () => [...new Set([...form.querySelectorAll("[name=model]")].map((one) => one.value.trim()).filter(Boolean))];
+// A checkpoint's run and its name, which tell more than the beginning of its path.
+const named = (model) => [...document.querySelectorAll("#known option")].find((one) => one.value === model)?.label || model;
 const asked = (model) => ({
   model, mode: form.elements.mode.value, system: form.elements.system.value, prompt: form.elements.prompt.value,
   max_tokens: number("max_tokens"), temperature: number("temperature"), top_p: number("top_p"), top_k: number("top_k"), seed: number("seed"),
@@ -39,7 +41,8 @@ async function* events(response) {
 async function sample(model, signal) {
   const card = document.createElement("article"), title = document.createElement("h2"), place = document.createElement("pre"), said = document.createElement("p");
   card.className = "card";
-  title.textContent = model;
+  title.textContent = named(model);
+  title.title = model;
   place.className = "tokens";
   said.className = "faint";
   said.textContent = "…";
@@ -65,6 +68,7 @@ async function sample(model, signal) {
     said.className = "problem";
     said.textContent = error.name === "AbortError" ? "stopped" : error.message;
   }
+  ended.textContent += `${title.textContent}: ${said.textContent}. `;   // for screen readers
 }
 
 form.addEventListener("submit", async (event) => {
@@ -72,6 +76,8 @@ form.addEventListener("submit", async (event) => {
   stopping?.abort();
   stopping = new AbortController();
   answers.replaceChildren();
+  ended.textContent = "";
+  document.getElementById("scale").hidden = false;
   await Promise.all(models().map((model) => sample(model, stopping.signal)));
 });
 document.getElementById("stop").addEventListener("click", () => stopping?.abort());
@@ -82,7 +88,7 @@ document.getElementById("show-tokens").addEventListener("click", async () => {
   const response = await post("tokens", asked(models()[0] ?? ""));
   if (!response.ok) { place.textContent = await problem(response); return; }
   const told = await response.json();
-  place.replaceChildren(...told.pieces.map((text, i) => Object.assign(span({ text, id: told.ids[i] }, ""), { className: i % 2 ? "g1" : "p1" })));
+  place.replaceChildren(...told.pieces.map((text, i) => Object.assign(span({ text, id: told.ids[i] }, ""), { className: `band-${i % 2}` })));
 });
 
 const codes = {
@@ -95,14 +101,23 @@ const codes = {
   curl: () => {
     const one = asked(models()[0] ?? ""), chat = one.mode === "chat";
     const messages = [...(one.system ? [{ role: "system", content: one.system }] : []), { role: "user", content: one.prompt }];
-    const body = { model: one.model, ...(chat ? { messages } : { prompt: one.prompt }), max_tokens: one.max_tokens, temperature: one.temperature, top_p: one.top_p, ...(one.seed == null ? {} : { seed: one.seed }) };
+    const body = { model: one.model, ...(chat ? { messages } : { prompt: one.prompt }), max_tokens: one.max_tokens, temperature: one.temperature, top_p: one.top_p, top_k: one.top_k, ...(one.seed == null ? {} : { seed: one.seed }) };
     return `curl ${form.dataset.url}/v1/${chat ? "chat/" : ""}completions \\\n  -H "Authorization: Bearer $TINKER_API_KEY" -H "Content-Type: application/json" \\\n  -d '${JSON.stringify(body).replaceAll("'", "'\\''")}'\n`;
   },
 };
 for (const button of document.querySelectorAll("[data-code]")) button.addEventListener("click", async () => {
+  if (!form.reportValidity()) return;
   const code = document.getElementById("code"), text = codes[button.dataset.code]();
   code.hidden = false;
   code.open = true;
   code.querySelector("pre").textContent = text;
   try { await navigator.clipboard.writeText(text); } catch { /* it is shown below, to be copied by hand */ }
 });
+
+const tell = () => form.querySelectorAll("[name=model]").forEach((one) => {
+  const model = one.value.trim(), name = named(model);
+  one.title = model;
+  one.nextElementSibling.textContent = name === model ? "" : name;
+});
+form.addEventListener("input", tell);
+tell();

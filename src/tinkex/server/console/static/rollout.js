@@ -16,6 +16,9 @@ async function load(sample, first) {
   if (first) fill(document.getElementById("prompt"), told.prompt.map((text) => ({ text })), "");
 }
 
+// What the colours mean.
+const scales = () => document.querySelectorAll(".scale").forEach((one) => { one.hidden = ("signed" in one.dataset) !== (chosen !== "logprob"); });
+
 function begin() {
   const samples = [...document.querySelectorAll("[data-tokens]")];
   const seen = new IntersectionObserver((entries) => {
@@ -27,7 +30,9 @@ function begin() {
   select.addEventListener("change", () => {
     chosen = select.value;
     document.querySelectorAll(".sample .tokens span").forEach((one) => paint(one, chosen));
+    scales();
   });
+  scales();
 }
 
 document.addEventListener("htmx:afterSwap", begin);

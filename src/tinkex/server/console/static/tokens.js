@@ -10,27 +10,32 @@ export const surprise = (logprob) => logprob == null ? "" : `p${Math.min(9, Math
 export const signed = (value, scale) => value == null ? "" : `${value < 0 ? "n" : "g"}${Math.min(4, Math.round(Math.abs(value) / scale * 4))}`;
 
 const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\ufeff]/g;   // a pointer finds no place on these
-const shown = (v) => v == null ? "–" : (+v).toFixed(4);
-let tip = null, pointed = null;
+const shown = (v) => v.toFixed(4);
+const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
+const tip = Object.assign(document.createElement("div"), { className: "tip" });
+const said = Object.assign(document.createElement("div"), { className: "unseen", role: "status" });   // for screen readers
+let pointed = null;
+document.body.append(said);
 
+// In two lines above the token, so that no answer that comes next is hidden.
 function explain(span) {
-  tip ??= Object.assign(document.createElement("div"), { className: "tip", role: "tooltip" });
-  const token = span.token;
-  const lines = [JSON.stringify(token.text), token.id == null ? "" : `id ${token.id}`];
-  if (token.logprob != null) lines.push(`logprob ${shown(token.logprob)} (${(100 * Math.exp(token.logprob)).toFixed(1)} %)`);
-  if (token.trainer != null) lines.push(`trainer ${shown(token.trainer)}, difference ${shown(token.logprob - token.trainer)}`);
-  if (token.advantage != null) lines.push(`advantage ${shown(token.advantage)}`);
-  for (const [text, logprob] of token.top ?? []) lines.push(`  ${JSON.stringify(text)} ${(100 * Math.exp(logprob)).toFixed(1)} %`);
-  tip.textContent = lines.filter(Boolean).join("\n");
+  const { text, id, logprob, trainer, advantage, top } = span.token;
+  const parts = [JSON.stringify(text)];
+  if (id != null) parts.push(`id ${id}`);
+  if (logprob != null) parts.push(`logprob ${shown(logprob)} (${percent(logprob)})`);
+  if (trainer != null) parts.push(`trainer ${shown(trainer)}`, `difference ${shown(logprob - trainer)}`);
+  if (advantage != null) parts.push(`advantage ${shown(advantage)}`);
+  const likely = (top ?? []).map(([other, its]) => `${JSON.stringify(other)} ${percent(its)}`);
+  tip.textContent = parts.join(" · ") + (likely.length ? `\nlikely: ${likely.join(" · ")}` : "");
   document.body.append(tip);
   const box = span.getBoundingClientRect();
   tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 8))}px`;
-  tip.style.top = `${box.bottom + tip.offsetHeight + 8 > innerHeight ? box.top - tip.offsetHeight - 4 : box.bottom + 4}px`;
+  tip.style.top = `${box.top < tip.offsetHeight + 8 ? box.bottom + 4 : box.top - tip.offsetHeight - 4}px`;
 }
 
 function point(span) {
   pointed = span;
-  if (span) explain(span); else tip?.remove();
+  if (span) explain(span); else tip.remove();
 }
 
 document.addEventListener("pointerover", (event) => point(event.target.token ? event.target : null));
@@ -46,6 +51,7 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   next.scrollIntoView({ block: "nearest" });
   point(next);
+  said.textContent = tip.textContent;
 });
 
 export function span(token, kind) {
