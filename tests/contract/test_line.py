@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from tinkex.client.server_connection import ServerConnection
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import LocalTransport
 from tinkex.server.serve import ServerConfig
+from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Caller
 from tinkex.service.service import Service
 from tinkex.wire import ops
@@ -46,9 +49,15 @@ Connect = Callable[[str], ServiceClient]
 ADAM = AdamParams(learning_rate=0.05)
 
 
+@pytest.fixture
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> ServiceConfig:
+    """The service's; a test may change some of them by its parameter."""
+    return config(tmp_path / "home", **getattr(request, "param", {}))
+
+
 @pytest.fixture(params=["local", "http"])
 def connect(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, settings: ServiceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Connect]:
     """The way of a user, by name, to one service that all of them share."""
     for name in ("TINKER_API_KEY", "TINKER_BASE_URL", "TINKER_CREDENTIAL_CMD"):
@@ -60,7 +69,6 @@ def connect(
         clients.append(client)
         return client
 
-    settings = config(tmp_path / "home")
     if request.param == "http":
         running = Running(ServerConfig(settings, port=0, drain_seconds=0.1))
         yield lambda user: remember(ServiceClient(base_url=running.url, api_key=f"tml-{user}"))
@@ -105,12 +113,25 @@ def loss(run: TrainingClient) -> float:
     return run.forward([datum(0)], "cross_entropy").result(SECONDS).metrics["loss:sum"]
 
 
+# -- refusals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{"runs_per_user": 1}], indirect=True)
+def test_a_429_is_waited_for(client: ServiceClient, run: TrainingClient) -> None:
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(client.create_lora_training_client, MODEL, rank=4)
+        time.sleep(0.7)  # the first pause is at most half a second
+        assert not second.done()
+        client.create_rest_client().delete_training_run(run.model_id).result(SECONDS)
+        assert loss(second.result(SECONDS)) > 0
+
+
 # -- training --------------------------------------------------------------------------------------------
 
 
 def test_requests_that_never_arrived_hold_up_nothing(run: TrainingClient, monkeypatch: pytest.MonkeyPatch):
     """A service waits a minute for a seq id that it has not seen."""
-    transport = run._session.connection.transport
+    transport = run.session.connection.transport
     call, lost = transport.call, [ops.OPTIM_STEP, ops.SAVE_WEIGHTS]
 
     async def losing(op: Op, request: Any, *context: Any) -> Any:

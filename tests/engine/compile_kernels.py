@@ -221,7 +221,7 @@ def quantised(kind: str, *shape: int) -> QuantisedWeight:
 
 def packed(kind: str) -> None:
     weight = quantised(kind, 5760, 2880)
-    packed_weights.expand(weight, torch.bfloat16)
+    packed_weights.dequantise(weight, torch.bfloat16)
     for rows in (1, 64, 128, 256) if kind != "table" else ():
         packed_weights.product(some(rows, 2880), weight)
     if kind not in ("fp4", "fp8"):

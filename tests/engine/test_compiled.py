@@ -34,10 +34,9 @@ def cache_for(decoder: Decoder) -> KVCache:
 
 
 def step_of(decoder: Decoder, cache: KVCache) -> CompiledStep:
-    step = decoder.backend.compiled_step(decoder, room=float("inf"))
-    assert step is not None
-    step.attach(cache)
-    return step
+    make = decoder.backend.compiled_step(decoder, room=float("inf"))
+    assert make is not None
+    return make(cache)
 
 
 @needs_compiler

@@ -177,8 +177,14 @@ class Idle:
         self.failed = error
 
 
+def started(decoding: Any, *options: Any, **more: Any) -> EngineThread:
+    thread = EngineThread(decoding, *options, **more)
+    thread.start()
+    return thread
+
+
 def test_commands_run_in_order_and_errors_stay_theirs():
-    thread = EngineThread(Idle())
+    thread = started(Idle())
     done: list[int] = []
     futures: list[Future[object]] = [thread.submit(lambda i=i: done.append(i)) for i in range(20)]
     broken = thread.submit(lambda: 1 // 0)
@@ -196,7 +202,7 @@ def test_commands_run_in_order_and_errors_stay_theirs():
 
 
 def test_what_is_posted_overtakes_commands_that_wait():
-    thread = EngineThread(Idle())
+    thread = started(Idle())
     order: list[str] = []
     begun, go = threading.Event(), threading.Event()
     first = thread.submit(lambda: (begun.set(), go.wait(), order.append("first")))
@@ -212,7 +218,7 @@ def test_what_is_posted_overtakes_commands_that_wait():
 
 def test_a_bug_in_a_step_does_not_end_the_thread():
     steps = Idle()
-    thread = EngineThread(steps)
+    thread = started(steps)
     thread.post(lambda: setattr(steps, "busy", True)).result(timeout=10)
     assert thread.submit(lambda: "still here").result(timeout=10) == "still here"
     thread.close()
@@ -239,7 +245,7 @@ def test_requests_that_come_together_are_taken_together(monkeypatch: pytest.Monk
         taken.append(i)
         steps.busy = True
 
-    thread = EngineThread(steps)
+    thread = started(steps)
     for i in range(5):
         thread.post(lambda i=i: take(i)).result(timeout=10)  # the thread has nothing left to do meanwhile
     thread.submit(lambda: None).result(timeout=10)  # a command does not wait for further requests
@@ -263,7 +269,7 @@ class Endless(Idle):
 def test_long_steps_leave_half_of_the_time_to_short_commands():
     """Each is sent when the one before has its result, as a step follows its pass."""
     steps = Endless(0.05)
-    thread = EngineThread(steps)
+    thread = started(steps)
     for _ in range(40):
         thread.submit(lambda: time.sleep(0.005)).result(timeout=10)
     thread.close()
@@ -272,7 +278,7 @@ def test_long_steps_leave_half_of_the_time_to_short_commands():
 
 def test_there_is_a_step_between_any_two_long_commands():
     steps = Endless(0.001)
-    thread = EngineThread(steps)
+    thread = started(steps)
     counts: list[int] = []
     done = [thread.submit(lambda: (counts.append(steps.steps), time.sleep(0.02))) for _ in range(10)]
     for future in done:
@@ -282,7 +288,7 @@ def test_there_is_a_step_between_any_two_long_commands():
 
 
 def test_closing_fails_what_waits_behind_a_command():
-    thread = EngineThread(Idle())
+    thread = started(Idle())
     begun, go = threading.Event(), threading.Event()
     running, queued = thread.submit(lambda: (begun.set(), go.wait())), thread.submit(lambda: None)
     begun.wait()
@@ -304,7 +310,7 @@ def test_a_thread_that_dies_takes_nobody_with_it():
     def begin():
         raise SystemExit  # the quietest way for a thread to die
 
-    thread = EngineThread(Idle(), begin)
+    thread = started(Idle(), begin)
     with pytest.raises(EngineError, match="closed"):
         thread.submit(lambda: None).result(timeout=10)
     thread._thread.join(timeout=10)
@@ -318,7 +324,7 @@ def test_a_device_that_is_gone_ends_the_thread_and_everyone_is_told():
         if gone.is_set():
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    thread = EngineThread(Idle(), probe=probe)
+    thread = started(Idle(), probe=probe)
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         thread.submit(lambda: 1 // 0).result(timeout=10)
     assert thread.submit(lambda: not thread.trouble).result(timeout=10), "one command's own failure"
@@ -361,7 +367,7 @@ def test_a_decoding_step_that_loses_the_device_stops_the_engine(
 
 def test_what_was_posted_before_the_end_are_still_run():
     """So that a request which just arrived is known to the steps, and fails with all others."""
-    thread = EngineThread(Idle())
+    thread = started(Idle())
     begun, release = threading.Event(), threading.Event()
     thread.submit(lambda: (begun.set(), release.wait()))
     begun.wait()

@@ -167,7 +167,7 @@ def test_experts_without_gradients(segments: list[tuple[int | None, int]]) -> No
 def test_clamped_and_quantised_experts_without_gradients(
     scheme: str, segments: list[tuple[int | None, int]]
 ) -> None:
-    """A step of the sampler, for which quantised weights are expanded in registers."""
+    """A step of the sampler, for which quantised weights are dequantised in registers."""
     router = RouterConfig("softmax_of_best", bias=True)
     block = experts(router, scheme, activation=ClampedSwiGlu(1.702, 0.9), bias=True)
     if scheme != "none":

@@ -107,7 +107,7 @@ def test_a_pass_is_the_plain_one(
 def test_a_pass_with_quantised_weights_and_sinks_is_the_plain_one(
     family: str, quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sinks, windows, biases everywhere, clamped experts; matrices that the kernels expand."""
+    """Sinks, windows, biases everywhere, clamped experts; matrices that the kernels dequantise."""
     path = tiny_model(tmp_path, family, hidden_size=128, intermediate_size=128)
     want, want_grads = logprobs_and_gradients(path, quantize=quantize)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # there is no device to pin it for

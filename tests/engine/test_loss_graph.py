@@ -21,7 +21,8 @@ from tinkex.engine.torch.loss_graph import (
     LossGraph,
     LossInputs,
 )
-from tinkex.engine.torch.loss_graph_reader import MAX_NODES, read_loss_graph
+from tinkex.engine.torch.loss_graph_reader import read_loss_graph
+from tinkex.types.losses import MAX_NODES
 from tinkex.types.tensor import TensorData
 
 Result = tuple[torch.Tensor, dict[str, Any]]

@@ -13,7 +13,7 @@ import torch
 
 from tests.engine.commands import do
 from tests.engine.tiny import tiny_model
-from tinkex.engine import commands
+from tinkex.engine import command_trainer
 from tinkex.engine.protocol import (
     ClearGradients,
     ContinuePasses,
@@ -182,7 +182,7 @@ def test_the_checks_of_a_pass_are_cut_too(model: Path, monkeypatch: pytest.Monke
     """Each length is checked by itself: thousands of nodes and lengths take as long as a computation."""
     whole, trainer = make_trainer(model), make_trainer(model)
     (expected,) = do(whole, ForwardBackward((different(4),)))
-    monkeypatch.setattr(commands, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(command_trainer, "CHECK_SECONDS", 0.0)
     progress = trainer.execute(ForwardBackward((different(4),)))
     parts: list[float] = []
     while isinstance(progress, PassProgress):
@@ -199,7 +199,7 @@ def test_the_checks_of_a_pass_are_cut_too(model: Path, monkeypatch: pytest.Monke
 
 
 def test_a_pass_is_abandoned_while_it_is_checked(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(command_trainer, "CHECK_SECONDS", 0.0)
     trainer = make_trainer(model)
     alone = trainer.execute(ForwardBackward((different(4),)))
     plain = Pass("plain", data(4), "cross_entropy")

@@ -11,7 +11,7 @@ import torch
 
 from tinkex.engine.protocol import EngineError, Pass
 from tinkex.engine.torch.loss_graph import LossClock
-from tinkex.engine.torch.losses import LOSSES, gradient, per_datum
+from tinkex.engine.torch.losses import TORCH_LOSSES, gradient, per_datum
 from tinkex.engine.torch.trainer import TrainingPass, flat_inputs, read_training_pass
 from tinkex.types.chunks import DmelChunk, ImageChunk
 from tinkex.types.data import Datum, ModelInput
@@ -291,7 +291,7 @@ def test_metrics_say_what_the_ratios_were() -> None:
 
 def test_metric_names_are_a_name_and_a_reduction() -> None:
     rng = np.random.default_rng(6)
-    for name in LOSSES:
+    for name in TORCH_LOSSES:
         config = {"beta": 0.1} if name == "dro" else {}
         for advantages in (True, False):  # the same names with nothing active
             x = rl_inputs(rng, 6)

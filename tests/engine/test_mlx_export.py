@@ -83,7 +83,7 @@ def test_codes_are_those_of_mlx(bits: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("quantize", ["q4", "q8"])
 def test_mlx_lm_reads_quantised_weights(tmp_path: Path, quantize: str) -> None:
-    """The logits are those of transformers with the weights that MLX expands."""
+    """The logits are those of transformers with the weights that MLX dequantises."""
     path, adapter = adapted(
         tmp_path,
         "smollm2",

@@ -15,7 +15,7 @@ from tests.processes import in_terminal
 from tinkex.engine.protocol import EngineConfig
 from tinkex.engine.torch import memory
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.model_facts import model_facts
+from tinkex.engine.torch.sizing import model_facts
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])

@@ -1,4 +1,4 @@
-"""Weights in 4 and 8 bits by kernels: expanded and multiplied, against the plain implementation."""
+"""Weights in 4 and 8 bits by kernels: dequantised and multiplied, against the plain implementation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def near(got: Tensor, want: Tensor, bound: float = 1e-2) -> None:
 def test_values_are_those_of_the_plain_code(kind: str, rows: int) -> None:
     weight = weight_of(kind, rows=rows)
     assert weight.tiled == (kind in ("nf4", "fp4") and rows == O)
-    near(packed.expand(weight, BF16), weight.expand())
+    near(packed.dequantise(weight, BF16), weight.dequantise())
 
 
 @pytest.mark.parametrize("wide", [32, 64, 128])
@@ -61,12 +61,12 @@ def test_tiles_hold_the_same_values(wide: int) -> None:
     tiled = weight.for_kernels(torch.float32)
     assert tiled.tiled
     assert not torch.equal(tiled.codes, weight.codes)
-    assert torch.equal(tiled.expand(), weight.expand())
+    assert torch.equal(tiled.dequantise(), weight.dequantise())
     assert torch.equal(tiled[1].rows(70, 75), weight[1].rows(70, 75))
     cut, whole = (one.select(slice(64, 128)) for one in (tiled, weight))
     assert isinstance(cut, QuantisedWeight)
     assert isinstance(whole, QuantisedWeight)
-    assert torch.equal(cut.expand(), whole.expand())
+    assert torch.equal(cut.dequantise(), whole.dequantise())
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "fp8", "int8", "blocks"])
@@ -81,8 +81,8 @@ def test_few_rows_multiply_with_codes(kind: str, rows: int, tiles: int, splits: 
     tile = packed.tile_for(min(rows, 64), weight)._replace(tiles=tiles, splits=splits, columns=columns)
     got = packed.product(x, weight, tile)
     assert len(got) == splits
-    near(got.sum(0), x.float() @ weight.expand().float().t())
-    near(packed.product(x, weight).sum(0), x.float() @ weight.expand().float().t())
+    near(got.sum(0), x.float() @ weight.dequantise().float().t())
+    near(packed.product(x, weight).sum(0), x.float() @ weight.dequantise().float().t())
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
@@ -99,7 +99,7 @@ def test_adapters_beside_the_product(kind: str, splits: int) -> None:
     assert at is not None
     tile = packed.tile_for(len(x), weight)._replace(splits=splits)
     y, u = packed.product_and_shrink(x, weight, tile, at)
-    plain = x.float() @ weight.expand().float().t()
+    plain = x.float() @ weight.dequantise().float().t()
     near(y.sum(0), plain)
     base, want = plain[None].expand(splits, -1, -1) / splits, PlainLora(used, lengths)(site, x.float(), plain)
     mine = [row for row in range(12) if not 5 <= row < 8]  # tiles must cover every row that is read
@@ -118,7 +118,9 @@ def test_a_projection_of_several_parts(rows: int, mixed: bool) -> None:
         matrix.put(i, part, "file" if mixed and i == 1 else "nf4", DEVICE)
     matrix.unite()
     assert (matrix.whole is None) == mixed
-    want = torch.cat([part.float() if isinstance(part, Tensor) else part.expand() for part in matrix.parts])
+    want = torch.cat(
+        [part.float() if isinstance(part, Tensor) else part.dequantise() for part in matrix.parts]
+    )
     x, bias = random(rows, I, seed=5), random(256, seed=6)
     near(packed.linear(x, matrix, bias), x.float() @ want.float().t() + bias.float())
     # The plain code still reads it.
@@ -129,7 +131,7 @@ def test_a_projection_of_several_parts(rows: int, mixed: bool) -> None:
     near(leaf.grad, random(rows, 256, seed=7).float() @ want.float())
 
 
-def test_a_stack_is_expanded_at_once() -> None:
+def test_a_stack_is_dequantised_at_once() -> None:
     stack = QuantisedStack(3, [64, 64], 64, BF16)
     for i, matrix in enumerate(stack):
         for k in range(2):
@@ -137,8 +139,8 @@ def test_a_stack_is_expanded_at_once() -> None:
     stack.unite()
     assert stack.whole is not None
     assert stack.whole.shape == (3, 128, 64)
-    want = torch.stack([torch.cat([part.expand() for part in matrix.parts]) for matrix in stack])
-    near(packed.expand(stack.whole, BF16), want)
+    want = torch.stack([torch.cat([part.dequantise() for part in matrix.parts]) for matrix in stack])
+    near(packed.dequantise(stack.whole, BF16), want)
 
 
 # -- the assembler's lines, which the interpreter skips ----------------------------------------------------

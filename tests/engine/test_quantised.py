@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 
 
-def expanded(decoder: Decoder, path: Path) -> Decoder:
+def dequantised(decoder: Decoder, path: Path) -> Decoder:
     """A plain decoder with the weights that a quantised one stands for."""
     plain = load_decoder(path)
     places = plain.weights()
@@ -55,9 +55,9 @@ def expanded(decoder: Decoder, path: Path) -> Decoder:
     return plain
 
 
-def check_that_it_computes_as_expanded(packed: Decoder, path: Path) -> None:
-    """Logits and gradients of a quantised model are those of its weights expanded."""
-    plain, data = expanded(packed, path), sequences((5, 1, 40))
+def check_that_it_computes_as_dequantised(packed: Decoder, path: Path) -> None:
+    """Logits and gradients of a quantised model are those of its weights dequantised."""
+    plain, data = dequantised(packed, path), sequences((5, 1, 40))
     found = []
     for decoder in (packed, plain):
         adapter = Adapter.fresh(LoraConfig(4, seed=1), decoder.sites(), torch.device("cpu"))
@@ -89,13 +89,13 @@ KEPT = ["fp8 blocks", "fp8 channels", "nvfp4", "mxfp4", "int4 zeros", "gptq", "a
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, *KEPT])
-def test_logits_and_gradients_are_those_of_the_expanded_model(tmp_path: Path, scheme: str) -> None:
+def test_logits_and_gradients_are_those_of_the_dequantised_model(tmp_path: Path, scheme: str) -> None:
     path = tiny_model(tmp_path, "qwen3", **SHAPE)
     if scheme not in SCHEMES:
         quantised_file(path, scheme)
     packed = load_decoder(path, quantize=scheme if scheme in SCHEMES else "file")
     assert packed.slots()
-    check_that_it_computes_as_expanded(packed, path)
+    check_that_it_computes_as_dequantised(packed, path)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -104,7 +104,7 @@ def test_first_numbers_keep_nothing_else(tmp_path: Path, scheme: str) -> None:
     decoder = load_decoder(tiny_model(tmp_path, "qwen3"), quantize=scheme)
     for matrix, part in decoder.slots().values():
         head, whole = matrix.head(part), matrix.parts[part]
-        plain = whole if isinstance(whole, torch.Tensor) else whole.expand()
+        plain = whole if isinstance(whole, torch.Tensor) else whole.dequantise()
         assert torch.equal(head, plain[0, :16])
         assert head.untyped_storage().nbytes() == head.nbytes
 
@@ -112,7 +112,7 @@ def test_first_numbers_keep_nothing_else(tmp_path: Path, scheme: str) -> None:
 def test_experts_are_kept_quantised_too(tmp_path: Path) -> None:
     path = tiny_model(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=64)
     packed, whole = load_decoder(path, quantize="nf4"), load_decoder(path)
-    plain, data = expanded(packed, path), sequences((5, 40))
+    plain, data = dequantised(packed, path), sequences((5, 40))
     assert "model.layers.0.mlp.experts.5.down_proj.weight" in packed.slots()
     assert packed.parameter_count == whole.parameter_count
     ours, wanted = (decoder.logits(hidden(decoder, data)) for decoder in (packed, plain))
@@ -124,13 +124,13 @@ def test_experts_are_kept_quantised_too(tmp_path: Path) -> None:
 def test_latent_attention_and_experts_with_biases_train_and_sample_packed(
     tmp_path: Path, family: str
 ) -> None:
-    """Logits and gradients are those of the expanded model; sampled logprobs are the trainer's."""
+    """Logits and gradients are those of the dequantised model; sampled logprobs are the trainer's."""
     path = tiny_model(tmp_path, family, hidden_size=128, vocab_size=320)
     packed = load_decoder(path, quantize="nf4")
     names = packed.slots()
     assert any(".experts." in name for name in names)
     assert any("self_attn.o_proj" in name for name in names)
-    check_that_it_computes_as_expanded(packed, path)
+    check_that_it_computes_as_dequantised(packed, path)
     engine = build_engine(EngineConfig(str(path), device="cpu", kv_bytes=1 << 20, quantize="nf4"))
     try:
         check_that_samples_are_as_trained(engine)
@@ -139,17 +139,17 @@ def test_latent_attention_and_experts_with_biases_train_and_sample_packed(
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_stacked_experts_are_split_without_expanding(interleaved: bool) -> None:
+def test_stacked_experts_are_split_without_dequantising(interleaved: bool) -> None:
     codes = torch.randint(0, 256, (3, 12, 32), dtype=torch.uint8)
     scale = torch.rand(3, 12, 2)
     stack = QuantisedWeight(codes, scale, (1, 32), torch.arange(16.0), transposed=True)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     experts = ExpertsConfig(3, 1, 6, transposed=True, interleaved=interleaved)
     ours = dict(per_expert(name, stack, experts))
-    wanted = dict(per_expert(name, stack.expand(), experts))
+    wanted = dict(per_expert(name, stack.dequantise(), experts))
     assert ours.keys() == wanted.keys()
     assert all(isinstance(part, QuantisedWeight) for part in ours.values())
-    assert all(torch.equal(ours[key].expand(), wanted[key]) for key in wanted)
+    assert all(torch.equal(ours[key].dequantise(), wanted[key]) for key in wanted)
 
 
 def test_a_file_is_kept_as_it_is(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_memory(scheme: str, share: float) -> None:
     weight = torch.randn(1024, 512)
     packed = quantise(weight, scheme)
     assert packed.nbytes <= share * weight.to(torch.bfloat16).nbytes
-    error = (packed.expand() - weight).abs().mean() / weight.abs().mean()
+    error = (packed.dequantise() - weight).abs().mean() / weight.abs().mean()
     assert error < {"nf4": 0.1, "fp8": 0.03, "int8": 0.015}[scheme]
 
 
@@ -181,7 +181,7 @@ def test_tiles_do_not_change_the_product(monkeypatch: pytest.MonkeyPatch) -> Non
         matrix.put(index, torch.randn(rows, 96), "nf4", torch.device("cpu"))
     x, back = torch.randn(7, 96), torch.randn(7, 103)
     whole = matrix.product(x), matrix.t().product(back)
-    monkeypatch.setattr("tinkex.engine.torch.quantised._EXPANDED", 96 * 16)
+    monkeypatch.setattr("tinkex.engine.torch.quantised._DEQUANTISED", 96 * 16)
     assert torch.allclose(matrix.product(x), whole[0], atol=1e-5)
     assert torch.allclose(matrix.t().product(back), whole[1], atol=1e-5)
 
@@ -229,7 +229,7 @@ def test_rows_of_a_matrix_are_views_of_its_codes(scheme: str) -> None:
     part = whole.select(slice(8, 20))
     assert isinstance(part, QuantisedWeight)
     assert part.codes.untyped_storage().data_ptr() == whole.codes.untyped_storage().data_ptr()
-    assert torch.equal(part.expand(), whole.expand()[8:20])
+    assert torch.equal(part.dequantise(), whole.dequantise()[8:20])
 
 
 def test_parts_of_a_stored_matrix_are_quantised_one_by_one(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_parts_of_a_stored_matrix_are_quantised_one_by_one(tmp_path: Path) -> No
     path = tiny_model(tmp_path, "granite4 dense")
     decoder, data = load_decoder(path, quantize="nf4"), sequences()
     assert any(name.endswith(".mamba.x_proj.weight") for name in decoder.slots())
-    plain = expanded(decoder, path)
+    plain = dequantised(decoder, path)
     with torch.no_grad():
         got, want = (each.logits(hidden(each, data)) for each in (decoder, plain))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)

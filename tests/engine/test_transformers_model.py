@@ -35,9 +35,9 @@ from tinkex.engine.protocol import (
 from tinkex.engine.torch.adapter_files import BaseIdentity
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.load import load_decoder
-from tinkex.engine.torch.model_facts import model_facts
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.models.transformers_model import TransformersDecoder
+from tinkex.engine.torch.sizing import model_facts
 from tinkex.engine.torch.trainer import TorchTrainer
 from tinkex.errors import InvalidInputError
 from tinkex.types.params import LoraConfig, SamplingParams
@@ -84,10 +84,10 @@ def test_matrices_may_stay_quantised(tmp_path: Path, quantize: str, family: str)
     plain, packed = load_decoder(path), load_decoder(path, quantize=quantize)
     views = plain.weights()
     for name, (matrix, part) in packed.slots().items():
-        views[name].copy_(matrix._parts[part].expand())  # type: ignore[union-attr]
+        views[name].copy_(matrix._parts[part].dequantise())  # type: ignore[union-attr]
     data = sequences((5, 12))
-    expanded = plain.logits(hidden(plain, data))
-    torch.testing.assert_close(packed.logits(hidden(packed, data)), expanded, atol=1e-4, rtol=0)
+    dequantised = plain.logits(hidden(plain, data))
+    torch.testing.assert_close(packed.logits(hidden(packed, data)), dequantised, atol=1e-4, rtol=0)
     assert (packed.weight_bytes < plain.weight_bytes) == (quantize != "file")
     facts = model_facts(path, EngineConfig("", device="cpu", quantize=quantize))  # type: ignore[arg-type]
     assert facts.parameters == packed.parameter_count

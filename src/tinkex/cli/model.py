@@ -113,7 +113,7 @@ def info(name: str, quantize: str) -> None:
 
     with needing("engine"):
         from tinkex.engine.protocol import EngineConfig
-        from tinkex.engine.torch.model_facts import model_facts
+        from tinkex.engine.torch.sizing import model_facts
     found = model_facts(place_of(name), EngineConfig("", quantize=quantize))  # type: ignore[arg-type]
     active = f", {_count(found.active_parameters)} active" * (found.active_parameters < found.parameters)
     lora = ", ".join(f"{kind} {_count(count)}" for kind, count in found.lora_per_rank.items())

@@ -1,7 +1,7 @@
 """`tinkex plan`: what fits on some GPUs, how to split them, and what they should reach. Nothing is loaded.
 
-Memory is reckoned as the engine plans it. Speeds are estimates from a GPU's peak figures, with the shares of
-them that the 8B shape reached on an H200 (bench/RESULTS.md); other models and GPUs may reach other shares.
+Memory is computed as the engine plans it. Speeds scale a GPU's peak by the utilisation measured for an 8B
+model on an H200.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class ClusterPlan:
     publish_seconds: float
 
 
-def reckon(sizes: ModelSizes, gpu: Gpu, gpus: int) -> ClusterPlan:
-    """Split the GPUs so that trainers and samplers are busy alike when what is sampled is trained on."""
-    from tinkex.engine.torch.sizing import ADAPTER_SHARE, KV_SHARE
+def estimate(sizes: ModelSizes, gpu: Gpu, gpus: int) -> ClusterPlan:
+    """Split the GPUs so that trainers and samplers are equally busy if every sample is trained on."""
+    from tinkex.engine.torch.engine import ADAPTER_SHARE, KV_SHARE_ALONE
 
     facts, room = sizes.facts, gpu.memory - _RESERVED
     one_context = facts.kv_bytes + sizes.state
-    # Beside the weights an engine has a run in its share for adapters, or a context in that for KV pages.
-    least = facts.weight_bytes + max(one_context / KV_SHARE, sizes.run / ADAPTER_SHARE)
+    # Next to the weights, an engine needs room for one run's adapter or for one context's KV pages.
+    least = facts.weight_bytes + max(one_context / KV_SHARE_ALONE, sizes.run / ADAPTER_SHARE)
     tensor = 1
     while tensor * room < least:
         tensor *= 2
@@ -82,9 +82,9 @@ def reckon(sizes: ModelSizes, gpu: Gpu, gpus: int) -> ClusterPlan:
     engines = gpus // tensor
     free = tensor * room - facts.weight_bytes
     train = tensor * gpu.flops * _FLOPS_SHARE / (4 * facts.active_parameters)
-    fitting = max(1, int(KV_SHARE * free / one_context))
+    fitting = max(1, int(KV_SHARE_ALONE * free / one_context))
     sequence = sizes.kv_token * min(_LENGTH, facts.context) + sizes.state
-    batch = min(_BATCH, max(1, int(KV_SHARE * free / sequence)))
+    batch = min(_BATCH, max(1, int(KV_SHARE_ALONE * free / sequence)))
     decode = batch / (facts.weight_bytes / (tensor * gpu.bandwidth * _BANDWIDTH_SHARE) + _SEQUENCE * batch)
     share = decode / (train + decode)  # of the time that is training's, token for token
     trainers = 1 if engines == 1 else min(engines - 1, max(1, round(engines * share)))
@@ -119,7 +119,7 @@ def _read_gpu(text: str) -> Gpu:
 )  # fmt: skip
 @format_option
 def plan(name: str, gpus: int, gpu: str, runs: int, rank: int, context: int | None, quantize: str) -> None:
-    """Reckon what fits on some GPUs, how to split them, and what they should reach.
+    """Estimate what fits on some GPUs, how to split them, and what they should reach.
 
     \b
     tinkex plan --model Qwen/Qwen3-8B --gpus 8 --gpu h100 --runs 64
@@ -129,7 +129,7 @@ def plan(name: str, gpus: int, gpu: str, runs: int, rank: int, context: int | No
         from tinkex.engine.torch.sizing import model_sizes
     config = EngineConfig("", device="cpu", dtype="bfloat16", max_context=context, quantize=quantize)  # type: ignore[arg-type]
     sizes = model_sizes(place_of(name), config, rank)
-    found = reckon(sizes, _read_gpu(gpu), gpus)
+    found = estimate(sizes, _read_gpu(gpu), gpus)
     show(
         {"model": name, **asdict(found), "run_bytes": sizes.run},
         name,

@@ -1,4 +1,7 @@
-"""A model directory or GGUF file in numbers, before it is loaded: what `tinkex plan` and the console show."""
+"""`ModelFacts`: size, layout and memory needs of a model, read without loading it.
+
+Shown by `tinkex plan` and the console.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,6 @@ def describe(config: EngineConfig) -> ModelFacts | None:
     """What the model of `config` is, from its files; None for kind "fake". Heavy imports happen here."""
     if config.kind == "fake":
         return None
-    from tinkex.engine.torch.model_facts import model_facts
+    from tinkex.engine.torch.sizing import model_facts
 
     return model_facts(Path(config.model), config)

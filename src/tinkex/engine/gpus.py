@@ -1,4 +1,4 @@
-"""Memory, utilisation and power of this machine's GPUs, as `nvidia-smi` tells them; none without it."""
+"""Memory, utilisation and power of this machine's GPUs, as `nvidia-smi` reports them; empty without it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class GrammarState:
         self._upcoming = self._workers.submit(self._matcher.compute_bitmask)
 
     def fork(self) -> GrammarState:
-        """A state of its own for another sample; only before the first token."""
+        """A copy of the state for another sample; only before the first token."""
         assert self._upcoming is not None
         self._upcoming.result()
         return GrammarState(self._matcher.deep_copy(), self._workers, self._vocab)
@@ -55,7 +55,7 @@ class GrammarState:
 
     def consume(self, token: int) -> None:
         """Note the token that was drawn; EngineError if the grammar cannot go on with it."""
-        if self._upcoming is None:  # the answer is complete, and the request goes on past its end
+        if self._upcoming is None:  # the answer is complete, and the request continues past its end
             return
         self._upcoming.result()
         matcher = self._matcher

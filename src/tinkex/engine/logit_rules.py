@@ -1,8 +1,8 @@
 """How a request changes the logits that a token is drawn from: bias, penalties, a minimum length.
 
 The order is that of transformers and vLLM: bias, bans, repetition penalty, then presence and frequency
-penalties; temperature and cuts come after. Reported logprobs are those of the unchanged logits. Needs numpy
-alone: an engine applies the `LogitEdit` of each sequence to its own tensors.
+penalties; temperature and cuts come after. Reported logprobs are those of the unchanged logits. Needs only
+numpy: an engine applies the `LogitEdit` of each sequence to its own tensors.
 """
 
 from __future__ import annotations

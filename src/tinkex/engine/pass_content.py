@@ -1,6 +1,6 @@
 """What a pass holds, checked: its settings, and its datums as arrays. Wrong content is named in the error.
 
-Needs numpy alone; knows no models and no gradients.
+Needs only numpy; knows no models and no gradients.
 
 Shapes: N positions of a datum, K candidates of a position.
 """

@@ -1,7 +1,7 @@
 """The engine contract: what a service may ask of one base model, and what it gets back.
 
 Commands, work and results are frozen, picklable values: they can cross a process, and a journal can replay
-them. `tests/contract` checks what every engine promises. Knows no sessions, users or text; needs numpy alone.
+them. `tests/contract` checks what every engine promises. Knows no sessions, users or text; needs only numpy.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CustomLoss:
 
 @dataclass(frozen=True)
 class Pass:
-    """One run's forward or forward-backward over some datums; gradients add to that run's alone."""
+    """One run's forward or forward-backward over some datums; gradients add only to that run's."""
 
     run: str
     data: Sequence[Datum]
@@ -93,31 +93,6 @@ class PassProgress:
     total: int
 
 
-PassOutcome = ForwardBackwardOutput | Failure
-
-
-@dataclass(frozen=True)
-class ForwardBackward(Command[PassProgress | list[PassOutcome]]):
-    """Compute the first micro-batch of some passes of one or many runs; `ContinuePasses` computes the others.
-
-    The last one returns the outcomes, one per pass and in order. A pass with wrong content fails alone, with
-    category "user", before anything of it was computed; one that fails leaves its run without gradients.
-    """
-
-    passes: tuple[Pass, ...]
-    share: tuple[int, int] = 0, 1  # n, of how many: that part alone is computed; returns SharedPasses
-
-
-@dataclass(frozen=True)
-class ContinuePasses(Command[PassProgress | list[PassOutcome]]):
-    """Compute the next micro-batch of passes under way. Commands of other runs may come in between.
-
-    Clearing, loading or dropping a run abandons its passes; a ticket of abandoned passes alone is gone.
-    """
-
-    ticket: str
-
-
 @dataclass(frozen=True)
 class PassPart:
     """What one trainer has of a shared pass: results by datum (None: it was refused), or why it failed."""
@@ -128,10 +103,37 @@ class PassPart:
 
 @dataclass(frozen=True)
 class SharedPasses:
-    """One trainer has computed its share of some passes, in their order."""
+    """Returned when one trainer has computed its share of the passes, in request order."""
 
     ticket: str
     parts: tuple[PassPart, ...]
+
+
+PassOutcome = ForwardBackwardOutput | Failure
+PassesResult = PassProgress | SharedPasses | list[PassOutcome]
+
+
+@dataclass(frozen=True)
+class ForwardBackward(Command[PassesResult]):
+    """Compute the first micro-batch of some passes of one or many runs; `ContinuePasses` computes the others.
+
+    The last one returns the outcomes, one per pass and in order; with `share`, SharedPasses. A pass with
+    wrong content fails alone, with category "user", before any of it is computed. One that fails leaves its
+    run without gradients.
+    """
+
+    passes: tuple[Pass, ...]
+    share: tuple[int, int] = 0, 1  # n, of how many: only every n-th datum is computed
+
+
+@dataclass(frozen=True)
+class ContinuePasses(Command[PassesResult]):
+    """Compute the next micro-batch of passes under way. Commands of other runs may come in between.
+
+    Clearing, loading or dropping a run abandons its passes. A ticket with no other passes is then invalid.
+    """
+
+    ticket: str
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class LoadAdapter(RunCommand[LoraConfig]):
     """
 
     location: Location
-    optimizer: bool = False  # restore moments and step exactly; else the optimizer starts anew
+    optimizer: bool = False  # restore moments and step exactly; else the optimizer starts from zero
 
 
 class ExportedAdapter(Protocol):
@@ -229,6 +231,7 @@ def run_passes(trainer: Trainer, passes: Sequence[Pass]) -> list[PassOutcome]:
     outcome = trainer.submit(ForwardBackward(tuple(passes))).result()
     while isinstance(outcome, PassProgress):
         outcome = trainer.submit(ContinuePasses(outcome.ticket)).result()
+    assert isinstance(outcome, list)  # as these passes are not shared
     return outcome
 
 
@@ -309,7 +312,7 @@ class EngineConfig:
     max_pass_tokens: int | None = None  # tokens in one micro-batch; None: planned
     max_batch: int = 288  # sequences decoded at once; a service gives one owner 256 of them
     threads: int | None = None  # CPU compute threads; None: adjusted to the machine's load
-    deterministic: bool = False  # batch-invariant: bitwise the same alone and in any batch (docs/engine.md)
+    deterministic: bool = False  # batch-invariant: bitwise identical in any batch (docs/engine.md)
     name: str = ""  # what checkpoints call the model; "": as `model`
     tokenizer: str | None = None  # a directory with tokenizer.json, for `SampleWork.stop_bytes`
     role: Literal["both", "trainer", "sampler"] = "both"  # what its memory is planned for
@@ -370,7 +373,7 @@ class PartitionedEngine(Engine, Protocol):
     """An engine with several trainers and one sampler; its own `trainer` is the first."""
 
     def partition(self, index: int) -> Engine:
-        """A trainer's engine, built anew if that was lost; blocks meanwhile. Closing it ends it alone."""
+        """A trainer's engine, rebuilt if it was lost; blocks meanwhile. Closing it ends no other trainer."""
         ...
 
     def processes(self) -> list[tuple[str, Heartbeat]]:

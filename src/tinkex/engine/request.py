@@ -1,7 +1,7 @@
-"""What every sampler does with a request beside computing: checks, stop conditions, prompt scores, samples.
+"""The parts of a request that every sampler shares: checks, stop conditions, prompt scores, samples.
 
-Logprobs come in through the `Rows` protocol, so there is never a table of [prompt, vocabulary]. Needs numpy
-alone; knows no models, queues or pages.
+Logprobs come in through the `Rows` protocol, so there is never a table of [prompt, vocabulary]. Needs only
+numpy; knows no models, queues or pages.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class PromptScores:
         return 1 if self._alts and length > 1 else first
 
     def _set_targets(self, targets: TensorData | None) -> None:
-        """Targets as flat lists of (row, token) in row order, whatever their layout."""
+        """Targets of either layout as flat lists of (row, token) in row order."""
         self._targets = targets
         rows = values = np.empty(0, np.int64)
         if targets is not None:

@@ -1,7 +1,7 @@
 """A counter-based random-number generator: the same (seed, sample, position) always gives the same numbers.
 
 There is no state, so a sequence draws the same tokens after preemption, on another engine and in any batch.
-Needs numpy alone; knows nothing of tokens.
+Needs only numpy; knows nothing of tokens.
 """
 
 from __future__ import annotations

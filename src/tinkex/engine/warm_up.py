@@ -2,8 +2,8 @@
 
 Real requests of a throw-away adapter go through the engine's contract: passes of several sizes with a step,
 prompts of several lengths, and every number of requests for which there is a captured decode step, with the
-adapter and without. Nothing of it is left but what was compiled and captured. An engine that cannot do one of
-these things still serves: that part is compiled on first use. Needs numpy alone.
+adapter and without. Only what was compiled and captured remains. An engine that cannot do one of these
+things still serves: that part is compiled on first use. Needs only numpy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tinkex.types.tensor import TensorData
 log = logging.getLogger("tinkex")
 RUN = "(warm-up)"  # no run of a client is called so
 Part = tuple[str, Callable[[], None]]
-# Seconds that parts took on an H200 with nothing compiled: what is left is told in proportion to them.
+# Seconds that parts took on an H200 with nothing compiled: progress is reported in proportion to them.
 _SECONDS = {"a pass": 7.0, "a prompt": 0.4, "decode": 0.1}
 
 

@@ -19,8 +19,8 @@ from torch.autograd import Function
 
 from tinkex.engine.cuda import packed_attention as packed
 from tinkex.engine.cuda import paged_attention as paged
+from tinkex.engine.torch.device_copies import all_to_device
 from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan
-from tinkex.engine.torch.upload import all_to_device
 
 TOKENS = 16  # queries of a tile where some sequence has several
 
@@ -58,7 +58,7 @@ def layout_of(pieces: Sequence[TokenSpan], tile: int) -> PagedLayout:
 
 
 def tile_tokens(pieces: Sequence[TokenSpan], invariant: bool = False) -> int:
-    """Queries of a tile of a step: one size alone if `invariant`."""
+    """Queries of a tile of a step: always the same number if `invariant`."""
     return TOKENS if invariant or any(piece.new > 1 for piece in pieces) else 1
 
 
@@ -125,7 +125,7 @@ class PackedForward:
 class RaggedAttend:
     """Attention within each of the packed sequences of `lengths`; `windows` is one entry per layer.
 
-    `invariant`: the forward is bitwise identical to the sampler's attention, whatever else is packed.
+    `invariant`: the forward is bitwise identical to the sampler's attention in any packing.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """`engine.torch.backend.Backend` by Triton kernels and captured graphs, for bf16 on a CUDA device.
 
 Every method computes what `Backend` computes, to rounding. `invariant` makes every row's result bitwise
-identical whatever other rows there are, and the sampler's logprobs bitwise identical to the trainer's.
+identical in any batch, and the sampler's logprobs bitwise identical to the trainer's.
 
 Shapes: N rows, D width, V padded vocabulary.
 """
@@ -36,6 +36,7 @@ from tinkex.engine.cuda.prefill_graphs import CapturedPrefill
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.backend import Backend, StepLead
 from tinkex.engine.torch.continuous_batch import StepLimits
+from tinkex.engine.torch.device_copies import to_device
 from tinkex.engine.torch.hooks import ForwardContext, PartialProjection
 from tinkex.engine.torch.kv import KVCache, TokenSpan
 from tinkex.engine.torch.logprobs import logprob_chunk
@@ -48,7 +49,6 @@ from tinkex.engine.torch.models.projection import total
 from tinkex.engine.torch.models.weights import UNEMBED
 from tinkex.engine.torch.next_tokens import Choice, scaled
 from tinkex.engine.torch.states import StateGroup, StatePool
-from tinkex.engine.torch.upload import to_device
 
 
 class CudaBackend(Backend):
@@ -138,7 +138,7 @@ class CudaBackend(Backend):
         return [recurrence.of_slots(pool, slots, counts)]
 
     def expert_linear(self, x_NI: Tensor, weight_EOI: Any, counts_E: Tensor) -> Tensor:
-        weight_EOI = packed_experts.expanded(weight_EOI, x_NI.dtype)
+        weight_EOI = packed_experts.dequantised(weight_EOI, x_NI.dtype)
         if x_NI.dtype != torch.bfloat16:
             return super().expert_linear(x_NI, weight_EOI, counts_E)
         return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32))

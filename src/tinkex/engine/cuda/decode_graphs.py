@@ -33,13 +33,13 @@ from tinkex.engine.cuda.recurrence import KernelStates
 from tinkex.engine.cuda.router_kernels import MAX_SHRUNK
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.backend import PlacedRows, StepLead
+from tinkex.engine.torch.device_copies import fill, from_device, to_device
 from tinkex.engine.torch.hooks import Frozen, LoraHook, PartialProjection, Site, Sites
 from tinkex.engine.torch.kv import PAGE, KVCache
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.next_tokens import draw_by_rules, listed
 from tinkex.engine.torch.sequences import Landed, RunningRequest, RunningSequence, Top
 from tinkex.engine.torch.states import StatePool
-from tinkex.engine.torch.upload import fill, from_device, to_device
 
 # As measured on an H200:
 _SOME = 64  # rows up to which a launch costs more than reading and writing the result once more
@@ -120,7 +120,7 @@ class CapturedLora(LoraHook):
         return y
 
     def _packed(self, at: SiteAdapters, site: Site, x: Tensor, frozen: Frozen) -> Tensor | PartialProjection:
-        """With a weight in 4 or 8 bits that is expanded in registers."""
+        """With a weight in 4 or 8 bits that is dequantised in registers."""
         weight = frozen.weight.whole
         tile = packed_weights.tile_for(x.shape[0], weight)
         if x.shape[0] <= MAX_SHRUNK and not self._table.invariant:

@@ -1,8 +1,9 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
-"""A product and its adapters' u = x·Aᵀ, which the rotation or SwiGLU that reads it adds up with B.
+"""Defers LoRA's up-projection in decode: the following rotary or SwiGLU kernel adds u·Bᵀ.
 
-`DeferredExpand` is a `hooks.PartialProjection` of qkv and gate-up in decode steps. With one split of u,
-results are bitwise identical to `lora_kernels.expand` and what follows it. Tiles must cover every row.
+A projection returns `DeferredExpand`, a `hooks.PartialProjection` of qkv or gate-up: the frozen product and
+u = x·Aᵀ. With one split of u, results are bitwise identical to `lora_kernels.expand` and what follows it.
+Tiles must cover every row.
 
 Shapes: M rows, O out-features, F MLP width, S splits, R rank of all parts.
 """

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""The backward of `delta_kernels`: it computes the forward once more and keeps only the projections' results.
+"""The backward of `delta_kernels`: it recomputes the forward from the saved results of the projections.
 
 With o a token's result, n what it adds to the state, and r the right side of its chunk's triangular system,
 the gradient to the running sum of the decays is o·∂o − v·∂v, and that to the chunk's last one also has

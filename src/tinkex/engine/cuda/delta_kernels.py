@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.cuda.launch import PDL, cdiv, launched, load, load_fp32, power_of_2, wait_for_previous
+from tinkex.engine.torch.device_copies import all_to_device
 from tinkex.engine.torch.models.architecture import DeltaConfig
-from tinkex.engine.torch.upload import all_to_device
 
 CHUNK = 64  # tokens
 _CHANNELS = 1024  # of one program of `_keep`
@@ -47,7 +47,7 @@ class SlotStates(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """What a layer has beside its projections."""
+    """A layer's weights other than its projections."""
 
     config: DeltaConfig
     conv: Tensor  # [F, 1, W]
@@ -72,7 +72,7 @@ def _block(size: int) -> int:
 
 
 def cells_of(lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tensors of a `ChunkLayout`, and which of the sequences each of its own is."""
+    """The tensors of a `ChunkLayout`, and the index of each of its sequences in the batch."""
     lengths_B = np.asarray(lengths, np.int64)
     order = np.argsort(-lengths_B, kind="stable")
     first, tokens = (np.cumsum(lengths_B) - lengths_B)[order], lengths_B[order]
@@ -229,7 +229,7 @@ def inverse(a, C: tl.constexpr):
     inside = tl.where(same, a, 0.0)
     turned = tl.trans(inside)
     b = tl.where(i == j, 1.0, 0.0)
-    for row in range(1, 16):  # of every block; smaller tensors of blocks alone do not fit in registers
+    for row in range(1, 16):  # of all blocks at once: tensors of single blocks do not fit in registers
         of_row = tl.sum(tl.where(j % 16 == row, turned, 0.0), 1)
         solved = -tl.sum(of_row[:, None] * b, 0)
         b = tl.where((i % 16 == row) & (j % 16 < row) & same, solved[None, :], b)

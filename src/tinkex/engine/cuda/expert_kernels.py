@@ -312,7 +312,7 @@ def product(x_N: Tensor, weight: Tensor, rows: ExpertRows, bias: Tensor | None =
 
 
 def shrinks_inside(x_N: Tensor, rows: ExpertRows, lora: ExpertSite) -> bool:
-    """Whether u is faster computed beside the product than by a launch of its own."""
+    """Whether u is faster computed in the product's launch than in a separate one."""
     return rows.tile <= 32 and (lora.at.table.mixed or len(x_N) <= FEW)
 
 

@@ -24,7 +24,7 @@ from tinkex.engine.torch.models.architecture import ClampedSwiGlu, ExpertsConfig
 from tinkex.engine.torch.models.moe import ExpertMlp, Routing
 from tinkex.engine.torch.quantised import QuantisedStack
 
-# As measured on an H200: tokens up to which the last up-projection is faster without a launch of its own.
+# As measured on an H200: tokens up to which the last up-projection is faster without a separate launch.
 _FEW, _MIXED = 16, 256  # of one adapter, of several
 
 
@@ -52,7 +52,7 @@ class TrainedLora(ExpertLora, Protocol):
 
 
 class ExpertWeights(NamedTuple):
-    """The frozen weights of one layer's experts; quantised ones are expanded where rows are many."""
+    """The frozen weights of one layer's experts; quantised ones are dequantised where rows are many."""
 
     layer: int
     gate_up: Tensor | QuantisedStack  # [E, 2F, D]
@@ -149,7 +149,7 @@ def _gate_up(
     how = weights.gate_up_bias, weights.activation
     if not keep and (packed := packed_experts.read_in_place(weights.gate_up, rows)) is not None:
         return packed_experts.gate_up(x_TD, packed, *how, rows, u, lora), None
-    wide = packed_experts.expanded(weights.gate_up, x_TD.dtype)
+    wide = packed_experts.dequantised(weights.gate_up, x_TD.dtype)
     return kernel.gate_up(x_TD, wide, rows, u, lora, keep, *how)
 
 
@@ -159,7 +159,7 @@ def _down(
     """The experts' results, and u of each row."""
     if not keep and (packed := packed_experts.read_in_place(weights.down, rows)) is not None:
         return packed_experts.product(h_NF, packed, weights.down_bias, rows, lora)
-    wide = packed_experts.expanded(weights.down, h_NF.dtype)
+    wide = packed_experts.dequantised(weights.down, h_NF.dtype)
     if lora is None:
         return kernel.product(h_NF, wide, rows, weights.down_bias), None
     return kernel.product_and_shrink(h_NF, wide, rows, lora, weights.down_bias)
@@ -177,7 +177,7 @@ def backward(
     if down is not None and u2_T is not None:
         grad_u2 = lora_kernels.summed(lora_kernels.shrink(grad_TD, down.at.b), x_TD.dtype)
         lora_gradients.add_outer(u2_T[None], grad_TD, lora.into(down.at).b, lora.atomic)
-    wide = packed_experts.expanded(weights.down, x_TD.dtype).transpose(1, 2)
+    wide = packed_experts.dequantised(weights.down, x_TD.dtype).transpose(1, 2)
     grad_h = kernel.product_of_tokens(grad_TD, wide, rows, grad_u2, down)
     del wide
     acting = kept, rows, weight_TK, weights.activation
@@ -192,7 +192,7 @@ def backward(
     if up is not None and u1 is not None:
         grad_u1_N, u1 = shrink_rows(grads, rows, up, "B"), lora_kernels.summed(u1, x_TD.dtype)
         expert_gradients.add_outer(u1[0], grads, None, *of_rows, lora.into(up.at), "B", lora.atomic)
-    wide = packed_experts.expanded(weights.gate_up, x_TD.dtype).transpose(1, 2)
+    wide = packed_experts.dequantised(weights.gate_up, x_TD.dtype).transpose(1, 2)
     grad_x_N = kernel.product(grads, wide, rows)
     del wide
     grad_x, grad_u1 = kernel.combine(grad_x_N, None, rows, grad_u1_N)

@@ -59,14 +59,14 @@ def tile_rows(rows: int) -> int:
 
 
 def large(weight: Tensor) -> bool:
-    """Whether products with `weight` are bitwise identical in trainer and sampler, whatever the rows."""
+    """Whether products with `weight` are bitwise identical in trainer and sampler for any rows."""
     return weight.numel() > LARGE
 
 
 def split_in_two(weight: Tensor) -> bool:
     """Whether trainer and sampler both compute a large weight's product with split-K of two.
 
-    One program alone takes too long over so many features when rows are few.
+    For few rows, a single program takes too long over so many features.
     """
     columns, features = weight.shape
     return large(weight) and features > MAX_FEATURES and features % 256 == 0 and columns <= _MAX_COLUMNS_LARGE

@@ -255,7 +255,7 @@ def _hopper(device: torch.device) -> bool:
 def suits(rows: int, weight: Tensor, sizes: Sequence[int]) -> bool:
     """Whether the kernel can compute such a product faster than others: whole tiles that fill the device.
 
-    A library is faster at long sums, beside which adapters cost little.
+    A library is faster at long sums, where adapters add little time.
     """
     columns = sum(sizes)
     features, whole = weight.numel() // columns, all(size % _COLUMNS == 0 for size in sizes[:-1])

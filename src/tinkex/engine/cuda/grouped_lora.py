@@ -1,7 +1,7 @@
 """Many adapters in one pass on CUDA: `CudaLora` is `lora.LoraBatch` by kernels.
 
 Segments of tokens become tiles, and adapters become rows of a table of addresses. Each site then takes a
-fixed number of launches, however many adapters there are and whatever their ranks. Gradients go straight into
+fixed number of launches, for any number of adapters of any ranks. Gradients go straight into
 each adapter's buffer. `AdapterSlots` is the table that captured graphs read.
 
 Shapes: T tokens, O out-features, R rank, P parts of a site.
@@ -37,10 +37,10 @@ from tinkex.engine.cuda.expert_routing import slots_of
 from tinkex.engine.cuda.invariant_product import product
 from tinkex.engine.cuda.launch import power_of_2
 from tinkex.engine.torch.adapters import Adapter
+from tinkex.engine.torch.device_copies import all_to_device, fill, to_device
 from tinkex.engine.torch.hooks import Frozen, Site
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.decoder import Decoder
-from tinkex.engine.torch.upload import all_to_device, fill, to_device
 
 _HEAD = 1 << 16  # out-features that only an unembedding has
 _SOME = 8192  # rows whose fp32 result stays in L2
@@ -108,7 +108,7 @@ class CudaLora(LoraBatch):
         self._back: dict[int, SiteAdapters] = {}  # by column
 
     def part(self, start: int, stop: int) -> CudaLora:
-        """The same adapters over the tokens start:stop alone; the table of addresses is shared."""
+        """The same adapters over the tokens start:stop only; the table of addresses is shared."""
         inside = [(a, max(i, start), min(j, stop)) for a, i, j in self.segments if i < stop and j > start]
         if self.readable:
             self._on_device()
@@ -282,7 +282,7 @@ def matches_trainer(decoder: Decoder) -> bool:
     """Whether captured steps round as the trainer does: all weights are large, in bf16 and without a bias,
     and no layer is recurrent.
 
-    An invariant decoder does so by other means. The kernels of experts do so whatever their size.
+    An invariant decoder does so by other means. The kernels of experts do so at any size.
     """
     config = decoder.config
     other = config.qkv_bias or config.o_bias or config.mlp_bias

@@ -302,7 +302,7 @@ def _shrink_tile(at: SiteMatrices, shared: int, splits: int | None, beside: bool
         wanted = (_SHRINK_PROGRAMS if features < _VAST else PROGRAMS) // (
             count * parts * cdiv(width, columns)
         )
-        most = max(256 // rows, features // 1024)  # so that a product beside does not wait for it
+        most = max(256 // rows, features // 1024)  # so that a product in the same launch does not wait for it
         splits = split_count(min(wanted, most), features // 256)
         few = few and splits == 1
     if few and count * cdiv(rows, 16) * parts * cdiv(width, 16) * splits <= PROGRAMS // 2:

@@ -2,7 +2,7 @@
 """Causal attention within the sequences of a packed batch, forward and backward, with windows and sinks.
 
 A sink is a logit of each query head that takes its share of the softmax and has no value. It is in the
-log-sum-exp, so the backward need not know of it. The backward over keys sums over the query heads that share
+log-sum-exp, so the backward needs no case for it. The backward over keys sums over the query heads that share
 a kv head, and stores the slopes (the gradients to the scores) for the backward over queries, unless they take
 too much memory. The order of every sum is fixed. The plain implementation is `attention.attend`.
 
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.cuda.launch import launched, load, load_fp32, power_of_2
-from tinkex.engine.torch.upload import all_to_device
+from tinkex.engine.torch.device_copies import all_to_device
 
 TILE = 64  # positions of a tile
 LOG2E = 1.4426950408889634  # scores are scaled with it too, for exp2

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Experts whose weights stay in 4 or 8 bits, for few rows of each: decode steps.
 
-The products of `expert_kernels` with the weights expanded in registers, as in `packed_weights`. Passes with
-many rows expand a layer's weights instead.
+The products of `expert_kernels`, with weights dequantised in registers as in `packed_weights`. Passes with
+many rows dequantise a layer's weights instead.
 
 Shapes: T tokens, N rows, E experts, D width, F expert width, I in-features, O out-features, R rank.
 """
@@ -28,10 +28,10 @@ from tinkex.engine.cuda.expert_lora import (
 from tinkex.engine.cuda.expert_routing import ExpertRows
 from tinkex.engine.cuda.launch import PDL, cdiv, launched, load_fp32
 from tinkex.engine.cuda.packed_codes import PTX, columns_at, of_rows, rows_at, weights_at
-from tinkex.engine.cuda.packed_weights import KINDS, dense, expand, rows_of, suits, tiles_of, width_of
+from tinkex.engine.cuda.packed_weights import KINDS, dense, dequantise, rows_of, suits, tiles_of, width_of
 from tinkex.engine.torch.quantised import TILE, QuantisedStack, QuantisedWeight
 
-MAX_TILE = 64  # rows of an expert; where there are more, weights are expanded first
+MAX_TILE = 64  # rows of an expert; where there are more, weights are dequantised first
 _COLUMNS = TILE  # of one program
 _PROGRAMS = 720  # that keep the device busy
 
@@ -178,7 +178,7 @@ def _product(
 
 
 def read_in_place(weight: Tensor | QuantisedStack, rows: ExpertRows) -> QuantisedWeight | None:
-    """The codes, if they are best expanded in registers: few rows of each expert, and a form that is read."""
+    """The codes, if it is best to dequantise them in registers: few rows of each expert, a form we read."""
     if not isinstance(weight, QuantisedStack) or rows.tile > MAX_TILE:
         return None
     return weight.whole if suits(weight.whole) else None
@@ -202,7 +202,7 @@ def _packed(
 
 
 def _parts(programs: int, rows: ExpertRows) -> int:
-    """Splits of a sum: where programs are few, expanding codes takes longer than reading them."""
+    """Splits of a sum: where programs are few, dequantising codes takes longer than reading them."""
     return 1 if rows.tile > 16 else next((parts for parts in (4, 2) if parts * programs <= _PROGRAMS), 1)
 
 
@@ -266,10 +266,10 @@ def product(
     return y[0] if parts == 1 else y, u
 
 
-def expanded(stack: Tensor | QuantisedStack, dtype: torch.dtype) -> Tensor:
+def dequantised(stack: Tensor | QuantisedStack, dtype: torch.dtype) -> Tensor:
     """The weights [E, O, I] of a layer's experts; memory is reused from layer to layer."""
     if isinstance(stack, Tensor):
         return stack
     if stack.whole is not None:
-        return expand(stack.whole, dtype)
+        return dequantise(stack.whole, dtype)
     return torch.stack([dense(matrix, dtype) for matrix in stack])

@@ -1,10 +1,10 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Products with weights that stay in 4 or 8 bits: expanded to bf16 as a whole, or in the product's registers.
+"""Products with weights in 4 or 8 bits: dequantised to bf16 as a whole, or in the product's registers.
 
-`expand` writes a matrix, or a stack of them, for a library's product of many rows; memory for it is reused
-from matrix to matrix. `product` multiplies few rows and reads the codes alone. Both compute one weight: the
-code's value and its block's scale, in bf16 each, multiplied and rounded to bf16. So trainer and sampler have
-the same weights. `engine.torch.quantised` is the plain implementation.
+`dequantise` writes a matrix, or a stack of them, for a library's product of many rows, and reuses its memory
+from matrix to matrix. `product` multiplies few rows and reads only the codes. Both compute the same weight:
+the code's value and its block's scale, in bf16 each, multiplied and rounded to bf16. So trainer and sampler
+have the same weights. `engine.torch.quantised` is the plain implementation.
 
 Shapes: M rows, I in-features, O out-features, S splits, E matrices of a stack.
 """
@@ -45,8 +45,8 @@ from tinkex.engine.torch.quantised import ALIGNED, TILE, QuantisedMatrix, Quanti
 
 KINDS = ("nf4", "fp4", "fp8", "int8", "table")
 _TABLE = KINDS.index("table")
-_TILES = 4  # of a row that a program of `expand` writes
-MAX_ROWS = 256  # of `product`: more are faster through `expand` and a library
+_TILES = 4  # of a row that a program of `dequantise` writes
+MAX_ROWS = 256  # of `product`: more are faster through `dequantise` and a library
 
 
 @launched
@@ -99,7 +99,7 @@ def _product(
 
 @launched
 @triton.jit
-def _expand_tiles(
+def _dequantise_tiles(
     codes, scale, table, out, K, O, stride_codes, stride_scale,
     KIND: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ def _expand_tiles(
 
 @launched
 @triton.jit
-def _expand(
+def _dequantise(
     codes, scale, table, zero, out, K, O, stride_codes, stride_scale,
     KIND: tl.constexpr, ZERO: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -155,12 +155,12 @@ def _expand(
 # -- launching -----------------------------------------------------------------------------------------
 
 
-def expand(weight: QuantisedWeight, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def dequantise(weight: QuantisedWeight, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """All values of a matrix [O, I] or a stack [E, O, I] in `dtype`, into `out` if given."""
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device) if out is None else out
     (high, _), (*_, count, columns) = weight.block, weight.shape
     if weight.kind == "other" or weight.transposed or (weight.codes.dim() == 3 and count % high):
-        return out.copy_(weight.expand())
+        return out.copy_(weight.dequantise())
     codes, scale = rows_of(weight.codes), rows_of(weight.scale)
     zero, table = scale if weight.zero is None else rows_of(weight.zero), codes
     if weight.table is not None:
@@ -168,13 +168,13 @@ def expand(weight: QuantisedWeight, dtype: torch.dtype, out: Tensor | None = Non
     total, kind = out.numel() // columns, KINDS.index(weight.kind)
     strides = columns, total, codes.stride(0), scale.stride(0)
     if weight.tiled:
-        _expand_tiles[(cdiv(columns, 64 * _TILES), cdiv(total, TILE))](
+        _dequantise_tiles[(cdiv(columns, 64 * _TILES), cdiv(total, TILE))](
             codes, scale, table, out, *strides, KIND=kind, WIDE=width_of(weight), TILES=_TILES,
             EVEN=columns % (64 * _TILES) == 0, PTX=PTX, num_warps=4, **PDL,
         )  # fmt: skip
     else:
         step, block = min(512, power_of_2(columns)), 8
-        _expand[(cdiv(columns, step), cdiv(total, block))](
+        _dequantise[(cdiv(columns, step), cdiv(total, block))](
             codes, scale, table, zero, out, *strides, KIND=kind, ZERO=weight.zero is not None, HIGH=high,
             WIDE=width_of(weight), STEP=step, PTX=PTX, BLOCK_N=block, num_warps=4, **PDL,
         )  # fmt: skip
@@ -192,13 +192,13 @@ def rows_of(part: Tensor) -> Tensor:
 def dense(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
     """All values of a projection's weight, [O, I]."""
     if matrix.whole is not None:
-        return expand(matrix.whole, dtype)
+        return dequantise(matrix.whole, dtype)
     first = matrix.parts[0]
     out, start = torch.empty(matrix.shape, dtype=dtype, device=first.device), 0
     for part in matrix.parts:
         rows = out[start : start + part.shape[0]]
         start += part.shape[0]
-        rows.copy_(part) if isinstance(part, Tensor) else expand(part, dtype, rows)
+        rows.copy_(part) if isinstance(part, Tensor) else dequantise(part, dtype, rows)
     return out
 
 
@@ -288,7 +288,7 @@ def product_and_shrink(
 
 
 def linear(x: Tensor, matrix: QuantisedMatrix, bias: Tensor | None = None) -> Tensor:
-    """x · matrixᵀ + bias; autograd sees a gradient to x alone."""
+    """x · matrixᵀ + bias; autograd computes a gradient only to x."""
     if x.requires_grad:
         return _PackedLinear.apply(x, matrix, bias)  # type: ignore[return-value]
     if matrix.whole is not None and len(x) <= MAX_ROWS and suits(matrix.whole):

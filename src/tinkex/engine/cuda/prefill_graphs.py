@@ -1,6 +1,6 @@
 """The decoder's part of prefill and mixed steps as captured CUDA graphs.
 
-Serves what `DecodePipeline` does not: prompts, chunks of prompts, single tokens beside them, and requests
+Serves what `DecodePipeline` does not: prompts, chunks of prompts, single tokens among them, and requests
 with top-k or top-p. What differs between steps lies in tensors that never move, so one graph serves every
 step of about its size. A new size runs eagerly first and is captured the second time, unless a larger graph
 serves it.
@@ -28,10 +28,10 @@ from tinkex.engine.cuda.grouped_lora import AdapterSlots, SlotShape
 from tinkex.engine.cuda.launch import power_of_2
 from tinkex.engine.cuda.recurrence import KernelStates
 from tinkex.engine.torch.continuous_batch import StepLimits
+from tinkex.engine.torch.device_copies import fill
 from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.decoder import Decoder
-from tinkex.engine.torch.upload import fill
 
 log = logging.getLogger(__name__)
 

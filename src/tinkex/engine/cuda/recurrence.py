@@ -15,9 +15,9 @@ from torch import Tensor
 from tinkex.engine.cuda import delta_kernels as kernel
 from tinkex.engine.cuda.delta_gradients import DeltaMixed
 from tinkex.engine.cuda.delta_kernels import ChunkLayout, DeltaWeights, SlotStates
+from tinkex.engine.torch.device_copies import all_to_device, to_device
 from tinkex.engine.torch.models.delta_net import DeltaNet
 from tinkex.engine.torch.states import StateGroup, StatePool
-from tinkex.engine.torch.upload import all_to_device, to_device
 
 
 class KernelStates(StateGroup):

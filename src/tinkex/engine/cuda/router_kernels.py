@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """A router's logits in fp32 and, in the same launch, the experts' first down-projection u = x·Aᵀ.
 
-Both are sums in the order of features, whatever the tokens: bitwise identical in trainer and sampler. So few
-tokens take one launch instead of three. `engine.torch.models.moe` computes the same in plain torch.
+Both sum over features in the same order for any tokens: bitwise identical in trainer and sampler. Few tokens
+take one launch instead of three. `engine.torch.models.moe` computes the same in plain torch.
 
 Shapes: T tokens, D width, E experts, R rank.
 """
@@ -20,7 +20,7 @@ from tinkex.engine.cuda.adapter_table import SiteAdapters
 from tinkex.engine.cuda.launch import PDL, cdiv, launched, load, load_fp32, wait_for_previous
 from tinkex.engine.cuda.lora_kernels import tile_at
 
-MAX_SHRUNK = 16  # tokens up to which u is computed beside the logits
+MAX_SHRUNK = 16  # tokens up to which the same launch computes u
 
 
 class _LogitsTile(NamedTuple):

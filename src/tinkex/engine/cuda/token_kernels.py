@@ -160,7 +160,7 @@ def draw(
 ) -> None:  # fmt: skip
     """One token id (int64) and its logprob (float32) per row, from the random stream of the row's key.
 
-    All but the logits may have further rows, which are left alone.
+    All but the logits may have further rows, which are not touched.
     `invariant`: logprobs are bitwise identical to those of a batch-invariant trainer.
     """
     (rows, v), n = logits_BV.shape, cdiv(logits_BV.shape[1], BLOCK)

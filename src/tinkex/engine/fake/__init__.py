@@ -1,4 +1,4 @@
-"""A whole engine over a bigram model: deterministic, fast, numpy alone.
+"""A whole engine over a bigram model: deterministic, fast, needs only numpy.
 
 It keeps every promise of the contract, so a service can be tested on it in milliseconds: steps change
 logprobs, gradients accumulate and clear, saves restore exactly, the sampler's logprobs are the trainer's.

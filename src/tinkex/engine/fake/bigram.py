@@ -30,7 +30,7 @@ _WEIGHTS, _OPTIMIZER, _CONFIG = "adapter_model.safetensors", "optimizer.safetens
 
 
 def features(tokens: np.ndarray) -> np.ndarray:
-    """[N, D]: the features of each token alone, whatever came before it."""
+    """[N, D]: the features of each token, independent of earlier tokens."""
     return _EMBED[tokens]
 
 

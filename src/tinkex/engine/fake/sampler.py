@@ -46,7 +46,7 @@ class _PublishedHead:
 
     head: Head
     users: int = 0
-    idle: asyncio.Event | None = None  # of whoever retires it: set once nobody uses it
+    idle: asyncio.Event | None = None  # awaited by `retire`: set once no request uses it
 
 
 class _FakeRequest:
@@ -73,7 +73,7 @@ class _FakeRequest:
         self._grammars = None if grammar is None else [grammar, *(grammar.fork() for _ in self.samples[1:])]
 
     def advance(self) -> list[Sample]:
-        """Draw a token for each sample that goes on; returns those samples."""
+        """Draw a token for each unfinished sample; returns those samples."""
         drawing, work, changed = self.going, self._work, None
         for sample in drawing:
             last = sample.tokens[-1] if sample.tokens else work.prompt.item(-1)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tinkex.engine import protocol as p
-from tinkex.engine.commands import CommandTrainer, PackedExample, RunningPass
+from tinkex.engine.command_trainer import CommandTrainer, PackedExample, RunningPass
 from tinkex.engine.fake.bigram import UNEMBED, VOCAB, D, FakeAdapter, FakeExport, features, log_softmax
 from tinkex.engine.pass_content import TrainingExample, read_pass
 from tinkex.types.losses import FORMULAS
@@ -31,7 +31,7 @@ class _FakePass(RunningPass):
 
 
 class FakeTrainer(CommandTrainer[FakeAdapter, _FakePass]):
-    """Executes commands on a thread of its own, one at a time."""
+    """Executes commands on its own thread, one at a time."""
 
     def __init__(self, model: str, context: int, pass_tokens: int | None = None) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class FakeTrainer(CommandTrainer[FakeAdapter, _FakePass]):
     def _read(self, work: p.Pass) -> Generator[None, None, _FakePass]:
         return _FakePass(work, *(yield from read_pass(work, tuple(FORMULAS), VOCAB, self.context)))
 
-    def _pass_tokens(self) -> int:
+    def pass_tokens(self) -> int:
         return self._most_tokens
 
     def _compute(self, batch: list[PackedExample[_FakePass]]) -> None:

@@ -1,4 +1,4 @@
-"""Compiles `step.c` once with the machine's C compiler and caches the library beside Python's bytecode.
+"""Compiles `step.c` once with the machine's C compiler and caches the library next to Python's bytecode.
 
 The library's name is a hash of source, options and CPU features, so that no stale library is loaded.
 """

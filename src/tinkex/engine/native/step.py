@@ -1,8 +1,8 @@
 """Decode steps of a dense fp32 decoder on the CPU, each one call of `step.c`.
 
 Holds a second copy of the weights in the layout that the C code reads, made at the first step, and passes it
-addresses of everything else: norms, the KV cache's pages, adapters. Promises: logits are the decoder's, to
-rounding, and batch-invariant. Knows sequences by their tokens, positions, pages and adapters alone.
+addresses of everything else: norms, the KV cache's pages, adapters. Logits are batch-invariant and,
+to rounding, the decoder's. Knows of a sequence only its tokens, positions, pages and adapter.
 
 Shapes: N rows, one for each sequence, V padded vocabulary, W pages of the longest sequence, C head dim.
 """
@@ -10,7 +10,7 @@ Shapes: N rows, one for each sequence, V padded vocabulary, W pages of the longe
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
 from functools import partial
 from typing import Any
@@ -37,12 +37,12 @@ Row = tuple[int, int, Sequence[int], Adapter | None]  # a sequence's newest toke
 class NativeBackend(Backend):
     """Plain torch for fp32 on a CPU, but for the decode steps of dense decoders."""
 
-    def compiled_step(self, decoder: Decoder, room: float) -> CompiledStep | None:
+    def compiled_step(self, decoder: Decoder, room: float) -> Callable[[KVCache], CompiledStep] | None:
         """None for other layers and experts, without a compiler, or if a second copy exceeds `room` bytes."""
         dense = decoder.uniform and decoder.config.experts is None
         if not dense or decoder.multiplied_bytes > room or (compiled := library()) is None:
             return None
-        return CompiledStep(compiled, decoder)
+        return partial(CompiledStep, compiled, decoder)
 
 
 def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -91,24 +91,20 @@ class StepStruct(Structure):
 
 
 class CompiledStep:
-    """Decode steps of one decoder, whose weights must not move, over the cache given to `attach`."""
+    """Decode steps of one decoder over one cache; the tensors of neither may move."""
 
-    def __init__(self, compiled: ctypes.CDLL, decoder: Decoder) -> None:
+    def __init__(self, compiled: ctypes.CDLL, decoder: Decoder, cache: KVCache) -> None:
         self._c, self._config, self._decoder = compiled, decoder.config, decoder
-        self._kept: list[Any] = []  # keeps alive what the structs point to
+        self._kept: list[Any] = [cache]  # keeps alive what the structs point to
         self._sites = list(decoder.sites())
-        self.nbytes = decoder.multiplied_bytes  # of the second copy of the weights
         self._layers = (LayerStruct * decoder.config.layers)()
-        self._made: ModelStruct | None = None
-        self._tables: WeakKeyDictionary[Adapter, AdapterStruct] = WeakKeyDictionary()
-        self._row_work = self.nbytes // 4 // len(self._sites)
-        self._cos = self._sin = np.empty((0, 0), np.float32)
-        self._scratch = np.empty(0, np.float32)
-
-    def attach(self, cache: KVCache) -> None:
-        self._kept.append(cache)
         for i, layer in enumerate(self._layers):
             layer.keys, layer.values = (pool.data_ptr() for pool in cache.layer(i))
+        self._made: ModelStruct | None = None
+        self._tables: WeakKeyDictionary[Adapter, AdapterStruct] = WeakKeyDictionary()
+        self._row_work = decoder.multiplied_bytes // 4 // len(self._sites)
+        self._cos = self._sin = np.empty((0, 0), np.float32)
+        self._scratch = np.empty(0, np.float32)
 
     @property
     def _model(self) -> ModelStruct:

@@ -1,4 +1,4 @@
-"""Adapters on disk: PEFT directories, with the optimizer's state and our own metadata beside the weights.
+"""Adapters on disk: PEFT directories, plus the optimizer's state and our own metadata.
 
     adapter_model.safetensors   plain Hugging Face names, fp32; experts as 3-D tensors w1, w2, w3, with one
                                 matrix on the side that they share

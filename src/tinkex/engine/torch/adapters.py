@@ -3,7 +3,7 @@
 So a step, a save or an eviction is one operation. The A matrices of a site's parts (q, k, v; gate, up) are
 stacked, and B is stored transposed: products with few columns are fastest so. Experts share the factor on the
 side of the hidden states (A of w1 and w3, B of w2); adapters of the older layout, where every expert has
-both, work beside them. Shapes: I in-features, O out-features, R rank, P parts of a site, E experts (1 if
+both, still work. Shapes: I in-features, O out-features, R rank, P parts of a site, E experts (1 if
 dense).
 """
 
@@ -124,16 +124,18 @@ class Adapter:
         self.exp_avg_sq: Tensor | None = None
         self._grad_buffer: Tensor | None = None  # reused from step to step
         self._grad_matrices: dict[Site, list[Matrices]] = {}
-        self.offsets: np.ndarray | None = None  # of matrices in `flat`, kept for `grouped`
+        self.offsets: np.ndarray | None = None  # of matrices in `flat`, cached by cuda/adapter_table.py
         self._copies: dict[torch.dtype, Tensor] = {}
         self._matrices: dict[torch.dtype, dict[Site, list[Matrices]]] = {}
 
     @classmethod
-    def fresh(cls, lora: LoraConfig, sites: Sites, device: torch.device | str = "cpu") -> Adapter:
-        """A uniform in ±1/√I from `lora.seed` (on the CPU, so the same on every device), B zero."""
+    def fresh(
+        cls, lora: LoraConfig, sites: Sites, device: torch.device | str = "cpu", seed: int | None = None
+    ) -> Adapter:
+        """A uniform in ±1/√I from `lora.seed` or `seed` (on the CPU: the same on every device), B zero."""
         adapter = cls(lora, lay_out(sites, lora), device)
-        seed = secrets.randbits(63) if lora.seed is None else lora.seed
-        generator = torch.Generator().manual_seed(seed)
+        seed = lora.seed if seed is None else seed
+        generator = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
         for shape in adapter.shapes.values():
             a, _ = shape.views(adapter.flat)
             bound = shape.in_features**-0.5
@@ -160,7 +162,7 @@ class Adapter:
 
     @cached_property
     def _named(self) -> dict[str, tuple[_Strides, _Strides]]:
-        """Where the views of `named` lie in a flat buffer: cutting it anew takes longer than writing it."""
+        """Where the views of `named` lie in a flat buffer; cached: computing it takes longer than a write."""
         out: dict[str, tuple[_Strides, _Strides]] = {}
         for site, shape in self.shapes.items():
             a, b_t = shape.views(torch.empty(self.flat.shape, device="meta"))

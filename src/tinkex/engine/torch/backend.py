@@ -1,6 +1,6 @@
 """The computations that have a plain implementation and a faster one on some device, as one strategy.
 
-`choose_backend` picks it once, when a decoder is loaded; nothing else asks what a tensor's device can do.
+`choose_backend` picks it once, when a decoder is loaded; no other code checks device capabilities.
 `Backend` is plain torch and runs anywhere. `CudaBackend` computes the same by kernels and captured graphs,
 and `NativeBackend` decodes on the CPU by C; tests compare them. Knows nothing of requests or runs.
 
@@ -10,7 +10,7 @@ Shapes: T tokens, N rows, V padded vocabulary.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.torch import plain
+from tinkex.engine.torch.device_copies import to_device
 from tinkex.engine.torch.functions import linear
 from tinkex.engine.torch.hooks import Attend, ForwardContext, PartialProjection
 from tinkex.engine.torch.kv import KVCache, PagedAttend, TokenSpan
@@ -30,7 +31,6 @@ from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.moe import ExpertMlp, Routing, expert_linear
 from tinkex.engine.torch.next_tokens import Choice, draw, scaled_logprobs
 from tinkex.engine.torch.states import StateGroup, StatePool
-from tinkex.engine.torch.upload import to_device
 
 if TYPE_CHECKING:
     from tinkex.engine.native.step import CompiledStep
@@ -128,8 +128,8 @@ class Backend:
     """How a decoder, its trainer and its sampler compute: here in plain torch."""
 
     elementwise: ModuleType = plain  # of a decoder: the functions of `plain`
-    invariant = False  # batch-invariant: a row's result is bitwise identical whatever other rows there are
-    reads_codes = False  # quantised weights are to be kept as kernels read them
+    invariant = False  # batch-invariant: a row's result is bitwise identical in any batch
+    reads_codes = False  # quantised weights are kept in the layout that kernels read
     clears_pages = True  # attention multiplies masked keys by 0, so reused pages must hold no NaN
 
     logprob_chunk = staticmethod(logprob_chunk)
@@ -219,8 +219,8 @@ class Backend:
         """What the sampler uses instead of eager steps; None where there is no such thing."""
         return None, None
 
-    def compiled_step(self, decoder: Decoder, room: float) -> CompiledStep | None:
-        """A decode step in C, if there is one for `decoder` and a second copy of its weights fits `room`."""
+    def compiled_step(self, decoder: Decoder, room: float) -> Callable[[KVCache], CompiledStep] | None:
+        """Makes a decode step in C over a cache, if a second copy of the decoder's weights fits `room`."""
         return None
 
 

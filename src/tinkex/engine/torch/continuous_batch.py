@@ -2,7 +2,7 @@
 
 A sequence with one such token is decoding; one with more is in prefill, or is recomputed after preemption.
 One forward pass of the decoder does both, for any mix of adapters. A request's pages are free as soon as it
-ends; a failed step fails the requests in it alone; running out of pages delays requests and never fails them.
+ends; a failed step fails only the requests in it; running out of pages delays requests and never fails them.
 
 Shapes: T tokens of a step, D width, N rows whose logits are needed, V vocabulary.
 """
@@ -25,6 +25,7 @@ from tinkex.engine.grammar import GrammarState
 from tinkex.engine.logit_rules import LogitRules
 from tinkex.engine.protocol import EngineError, SampleWork
 from tinkex.engine.request import PromptScores, Stops, check_work, seed_of, user_error
+from tinkex.engine.torch.device_copies import to_device
 from tinkex.engine.torch.engine_thread import settle
 from tinkex.engine.torch.images import PlacedImage, feature_rows, page_extras, spans_of, whole_chunk
 from tinkex.engine.torch.kv import PAGE, KVCache, TokenSpan
@@ -41,7 +42,6 @@ from tinkex.engine.torch.sequences import (
 )
 from tinkex.engine.torch.states import StatePool
 from tinkex.engine.torch.step_runner import StepRunner, StepTokens
-from tinkex.engine.torch.upload import to_device
 from tinkex.types.outputs import SampleResponse
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class StepLimits:
     context: int  # tokens of a sequence
     sequences: int  # running at once
     prefill_alone: int = 1024  # prefill tokens in a step without decoding sequences
-    prefill_beside: int = 128  # prefill tokens beside decoding sequences, whose latency this bounds
+    prefill_beside: int = 128  # prefill tokens in a step with decoding sequences; bounds their latency
     logits: int = 1 << 24  # elements of logits in memory at once
 
     @property
@@ -94,8 +94,6 @@ class ContinuousBatch:
         self._requests: set[RunningRequest] = set()
         self._device = decoder.unembed_weight.device
         self._at_once = max(1, limits.logits // decoder.config.padded_vocab)  # rows of logits
-        if compiled is not None:
-            compiled.attach(cache)
 
     def check_work(self, work: SampleWork) -> int:
         """How many tokens each sample may have; raises EngineError if the request can never be served."""
@@ -145,7 +143,7 @@ class ContinuousBatch:
         return request
 
     def cancel(self, request: RunningRequest) -> None:
-        """Drop a request; its pages are free when this returns. One that has ended is left alone."""
+        """Drop a request; its pages are free when this returns. One that has ended is ignored."""
         if request in self._requests:
             self._end(request)
 
@@ -164,7 +162,7 @@ class ContinuousBatch:
         self._admit()
         if not (plan := self._plan()):
             return
-        # Decoding sequences go through the compiled step where there is one, the others through torch.
+        # Decoding sequences go through the compiled step where there is one, all others through torch.
         compiled = {s for s, _ in plan if self._compiled is not None and s.lacking == 1 and s.tokens}
         for decoding, advance in ((True, self._advance_compiled), (False, self._advance)):
             # without those whose request has failed already

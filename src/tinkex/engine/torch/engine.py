@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("tinkex")
 _CHUNK_FLOPS = 1.2e14  # of one prefill chunk on a GPU: about 0.2 s
 _PACKED_SHARE = 0.25  # of the free memory after loading, for a second copy of the weights
-_KV_SHARE, _STATE_SHARE, _ADAPTER_SHARE = 0.25, 0.25, 0.25  # of the free memory after that
-_KV_SHARE_ALONE = 0.6  # of an engine that does not train
+_KV_SHARE, _STATE_SHARE, ADAPTER_SHARE = 0.25, 0.25, 0.25  # of the free memory after that
+KV_SHARE_ALONE = 0.6  # instead of _KV_SHARE, if the engine does not train
 
 
 class TorchEngine:
@@ -90,7 +90,7 @@ class TorchEngine:
         context = min(config.max_context or decoder.config.max_context, decoder.config.max_context)
         free = memory.free_bytes(device)
         self._memory = plan_memory(config, decoder, context, free if ranks is None else ranks.free(free))
-        self._memory["weights"] += compiled.nbytes if compiled else 0
+        self._memory["weights"] += decoder.multiplied_bytes if compiled else 0
         shape = decoder.config
         pages = self._memory["kv"] // page_bytes(shape.kv_shapes, dtype)
         slots = self._memory["states"] // slot_bytes(shape.state_shapes) if shape.state_shapes else 0
@@ -100,7 +100,8 @@ class TorchEngine:
             cache = KVCache(shape.kv_shapes, pages, device, dtype, clears=decoder.backend.clears_pages)
             states = StatePool(shape.state_shapes, slots, device) if slots else None
             pipeline, prefill = decoder.backend.captured_steps(decoder, cache, limits, states)
-            self._batch = ContinuousBatch(decoder, cache, limits, pipeline, compiled, prefill, lost, states)
+            step = None if compiled is None else compiled(cache)
+            self._batch = ContinuousBatch(decoder, cache, limits, pipeline, step, prefill, lost, states)
         else:
             lost = ranks.check
             self._batch = ranks.batch(decoder, pages, slots, limits)
@@ -111,19 +112,17 @@ class TorchEngine:
         bounds = {"max_context": context, "max_pass_tokens": config.max_pass_tokens}
         share_from = 0 if config.deterministic else SHARED
         make = TorchTrainer if ranks is None else ranks.trainer
+        self._thread = thread = EngineThread(self._batch, lambda: ComputeThreads(threads).adjust, lost)
         self._trainer = make(
             decoder, config.name or config.model, **bounds, share_from=share_from,
-            stopping=lambda: self._thread.trouble, rest=lambda: self._thread.rest(),
+            stopping=lambda: thread.trouble, rest=thread.rest,
         )  # fmt: skip
         self._published: dict[str, PublishedAdapter] = {}
-        self._thread = EngineThread(self._batch, lambda: ComputeThreads(threads).adjust, lost, self._stats)
-        if ranks is not None:
-            ranks.watch(self._lose)
-        self.trainer = QueuedTrainer(self._thread, self._trainer)
+        self.trainer = QueuedTrainer(thread, self._trainer)
         table = TokenTable(config)
         self._grammars = Grammars(config, table, shape.vocab_size, shape.eos_ids)
         self.sampler = TorchSampler(
-            self._thread, self._trainer, self._batch, self._published, table, self._grammars
+            thread, self._trainer, self._batch, self._published, table, self._grammars
         )
         self.info = ModelInfo(
             arch=shape.arch,
@@ -135,9 +134,12 @@ class TorchEngine:
             losses=SUPPORTED_LOSSES,
             fingerprint=self._trainer.base.fingerprint,
         )
+        thread.start(self._stats)
+        if ranks is not None:
+            ranks.lost.add_done_callback(self._lose)
 
     def _warm_up(self, config: EngineConfig) -> None:
-        work = WarmUp(batch=config.max_batch, pass_tokens=self._trainer._pass_tokens())
+        work = WarmUp(batch=config.max_batch, pass_tokens=self._trainer.pass_tokens())
         try:
             seconds = apart(lambda: warm_up(self, work))
         except BaseException:
@@ -145,11 +147,11 @@ class TorchEngine:
             raise
         log.info("kernels are compiled and steps captured (%.0f s)", seconds)
 
-    def _lose(self, why: str) -> None:
-        """A rank is lost: the thread fails, finds that nothing can go on, and ends."""
+    def _lose(self, lost: Future[str]) -> None:
+        """A rank is lost: a failure on the thread makes it probe the ranks, and end."""
 
         def fail() -> None:
-            raise RuntimeError(why)
+            raise RuntimeError(lost.result())
 
         with contextlib.suppress(EngineLost):
             self._thread.post(fail)
@@ -246,7 +248,7 @@ def plan_memory(config: EngineConfig, decoder: Decoder, context: int, room: floa
     page = page_bytes(shape.kv_shapes, weight.dtype)
     one = -(-context // PAGE)
     # An engine that only samples needs no room for passes, and one that only trains no KV pages.
-    share = {"both": _KV_SHARE, "sampler": _KV_SHARE_ALONE, "trainer": 0.0}[config.role]
+    share = {"both": _KV_SHARE, "sampler": KV_SHARE_ALONE, "trainer": 0.0}[config.role]
     wanted = (int(free * share) if config.kv_bytes is None else config.kv_bytes) // page
     pages = max(1, wanted) if config.kv_bytes is not None else min(max(wanted, one), one * config.max_batch)
     # A slot for each of `max_batch` sequences and as many snapshots, as far as there is room; two at least.
@@ -258,7 +260,7 @@ def plan_memory(config: EngineConfig, decoder: Decoder, context: int, room: floa
         "weights": decoder.weight_bytes + decoder.packed_bytes,
         "kv": pages * page,
         "states": slots * slot,
-        "adapters": int(free * _ADAPTER_SHARE) if config.adapter_bytes is None else config.adapter_bytes,
+        "adapters": int(free * ADAPTER_SHARE) if config.adapter_bytes is None else config.adapter_bytes,
         "activations": tokens * memory.activation_bytes(shape, weight.dtype.itemsize, recompute=True),
     }
 
@@ -285,7 +287,7 @@ class QueuedTrainer:
         return self._thread.submit(lambda: self._trainer.execute(command))
 
     def _written_beside(self, command: SaveAdapter) -> Future[int]:
-        """A copy is taken in turn, and written while the engine's thread goes on."""
+        """The copy is taken in command order, and written while the engine's thread continues."""
         written: Future[int] = Future()
 
         def write(copy: SamplerCopy) -> None:

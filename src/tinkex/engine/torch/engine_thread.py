@@ -29,22 +29,26 @@ _MOST_AHEAD = 0.1  # seconds that decoding or training may have had more than th
 _SOON = 0.005  # seconds in which a command comes that is sent when the last one's result is there
 T = TypeVar("T")
 Queue = deque[tuple[Callable[[], Any], Future[Any]]]
+BeforeTurn = Callable[[], None]
+
+
+def _nothing() -> None:
+    """Before a turn, or as a probe."""
 
 
 class EngineThread:
     """`begin` runs on the thread first; what it returns runs before every turn.
 
-    `probe`, called after each unexpected failure, raises if the device is lost. `report` gives `stats`.
+    `probe`, called after each unexpected failure, raises if the device is lost.
     """
 
     def __init__(
         self,
         decoding: ContinuousBatch,
-        begin: Callable[[], Callable[[], None]] = lambda: lambda: None,
-        probe: Callable[[], None] = lambda: None,
-        report: Callable[[], Mapping[str, float]] = dict,
+        begin: Callable[[], BeforeTurn] = lambda: _nothing,
+        probe: Callable[[], None] = _nothing,
     ) -> None:
-        self._decoding, self._begin, self._probe, self._report = decoding, begin, probe, report
+        self._decoding, self._begin, self._probe = decoding, begin, probe
         self._why = "the engine was closed"
         self._wake = threading.Condition()
         self._commands: Queue = deque()
@@ -53,8 +57,13 @@ class EngineThread:
         self._ahead = 0.0  # seconds that decoding has had more than training
         self._after_command = False  # no decode step has run since the last command
         # The last report: taken after each command, on going idle, and regularly while decoding.
-        self.stats, self._reported = report(), 0.0
+        self._report: Callable[[], Mapping[str, float]] = dict
+        self.stats, self._reported = self._report(), 0.0
         self._thread = threading.Thread(target=self._run, name="tinkex-engine", daemon=True)
+
+    def start(self, report: Callable[[], Mapping[str, float]] = dict) -> None:
+        """Begin with what was queued; `report` gives `stats`."""
+        self._report, self.stats = report, report()
         self._thread.start()
 
     @property
@@ -98,7 +107,7 @@ class EngineThread:
             for _, future in self._commands:
                 settle(future, EngineLost(self._why))
 
-    def _loop(self, look: Callable[[], None]) -> None:
+    def _loop(self, before_turn: BeforeTurn) -> None:
         while not self._closed:
             if rested := not (self._commands or self._posted or self._decoding.busy):
                 self._take_report()
@@ -106,7 +115,7 @@ class EngineThread:
                     self._wake.wait_for(lambda: self._closed or self._commands or self._posted)
             elif time.monotonic() > self._reported + _REPORT_EVERY:
                 self._take_report()
-            look()
+            before_turn()
             if rested:
                 self._gather()
             self._run_posted()

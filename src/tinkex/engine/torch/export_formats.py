@@ -1,7 +1,7 @@
 """Write an adapter with its base model in a format that others load; one function for all formats.
 
-A base model other than the adapter's is refused by the fingerprint of its files, unless the caller named it.
-A GGUF file as the base is unpacked first.
+A base model other than the adapter's is refused by the fingerprint of its files, unless the caller chose it
+explicitly. A GGUF file as the base is unpacked first.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def frozen_product(
 class Stream(NamedTuple):
     """The residual stream: x in the model's dtype and what rounding took from it (None: nothing, as in fp32).
 
-    Every layer adds little to much, so in bf16 alone the sums would lose more than all products together.
-    The backward sees x alone.
+    Every layer adds a little to a large sum, so pure bf16 would lose more here than in all products together.
+    The backward uses only x.
     """
 
     x: Tensor

@@ -198,8 +198,8 @@ def decoder_names(arch: str, layers: int, config: ModelConfig) -> dict[str, list
     return named
 
 
-def convert_gguf(path: str | Path, directory: str | Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a GGUF file out as a Hugging Face directory: config, weights, tokenizer and chat template.
+def convert_gguf(path: str | Path, directory: str | Path) -> Path:
+    """Write a GGUF file as a Hugging Face directory: config, fp32 weights, tokenizer and chat template.
 
     `directory` must not exist, and appears only when it is complete.
     """
@@ -210,10 +210,10 @@ def convert_gguf(path: str | Path, directory: str | Path, dtype: torch.dtype = t
     ids = {key: fields[key] for key in ("bos_token_id", "eos_token_id") if fields[key] is not None}
     try:
         with store.atomic_directory(directory) as part:
-            write_json(part / "config.json", fields | {"dtype": str(dtype).removeprefix("torch.")})
+            write_json(part / "config.json", fields | {"dtype": "float32"})
             write_json(part / "generation_config.json", ids)
             write_tokenizer(model, part)
-            _write_weights(model, part, dtype)
+            _write_weights(model, part)
     except store.LocationExistsError:
         raise InvalidInputError(
             f"{directory} exists already; convert {path} into a directory that does not"
@@ -221,7 +221,7 @@ def convert_gguf(path: str | Path, directory: str | Path, dtype: torch.dtype = t
     return Path(directory)
 
 
-def _write_weights(model: GgufModel, directory: Path, dtype: torch.dtype) -> None:
+def _write_weights(model: GgufModel, directory: Path) -> None:
     """One file, or an index and shards of about 2 GiB, so that no more than that is in memory at once."""
     places: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
@@ -234,7 +234,7 @@ def _write_weights(model: GgufModel, directory: Path, dtype: torch.dtype) -> Non
             shard.clear()
 
     for name, tensor in model.tensors():
-        shard[name] = tensor.to(dtype).contiguous()
+        shard[name] = tensor.float().contiguous()
         flush(_SHARD_BYTES)
     flush(1)
     if len(set(places.values())) == 1:

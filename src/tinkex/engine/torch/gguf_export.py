@@ -1,8 +1,8 @@
 """Write a base model with an adapter merged into it as one GGUF file, which llama.cpp and Ollama load.
 
 Tensors are merged, laid out as llama.cpp's converter does, quantised some rows at a time and written one
-after another; an interrupted export is resumed. Rows that a block does not divide get the next simpler type,
-as llama.cpp gives them.
+after another; an interrupted export is resumed. Rows whose width is no multiple of a block get the next
+simpler type, as in llama.cpp.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class GgufFamily:
 
     model_type: str
     class_name: str  # in transformers
-    fields: Callable[[GgufMetadata], dict[str, Any]] = _nothing_more  # beside those of every file
+    fields: Callable[[GgufMetadata], dict[str, Any]] = _nothing_more  # in addition to those of every file
     undo: Callable[[GgufMetadata, str, Tensor], Tensor] = _as_stored  # what the converter did to a tensor
     partial: bool = False  # a head may be rotated in part
     bias_of: str = "blk.0.attn_output.bias"  # the tensor by which attention has biases
@@ -174,7 +174,7 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
     "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM"),
     "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": GgufFamily("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe),
-    "qwen3vl": GgufFamily("qwen3", "Qwen3ForCausalLM"),  # its text; the tower is in a file of its own
+    "qwen3vl": GgufFamily("qwen3", "Qwen3ForCausalLM"),  # text model; the vision tower is another file
     "qwen3vlmoe": GgufFamily("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe),
     "qwen35": GgufFamily("qwen3_5_text", "Qwen3_5ForCausalLM", _qwen35, _grouped, partial=True),
     "qwen35moe": GgufFamily("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _qwen35moe, _grouped, partial=True),

@@ -47,7 +47,7 @@ def mixtral(fields: Fields) -> dict[str, Any]:
 
 def qwen3moe(fields: Fields) -> dict[str, Any]:
     if not fields.get("norm_topk_prob", True) or fields.get("mlp_only_layers"):
-        raise user_error("llama.cpp knows qwen3_moe with norm_topk_prob and experts in every layer alone")
+        raise user_error("llama.cpp supports qwen3_moe only with norm_topk_prob and experts in every layer")
     return expert_fields(fields)
 
 
@@ -70,7 +70,7 @@ def qwen35(fields: Fields) -> dict[str, Any]:
 
 def qwen3next(fields: Fields) -> dict[str, Any]:
     if fields.get("mlp_only_layers") or not fields.get("norm_topk_prob", True):
-        raise user_error("llama.cpp knows qwen3_next with norm_topk_prob and experts in every layer alone")
+        raise user_error("llama.cpp supports qwen3_next only with norm_topk_prob and experts in every layer")
     found = qwen35moe({**fields, "rope_parameters": rope_of(fields) | {"mrope_section": []}})
     return found | {"rope.dimension_sections": None}
 
@@ -96,7 +96,7 @@ def _leading_dense(fields: Fields) -> int:
     types = fields["mlp_layer_types"]
     first = types.index("sparse")
     if "dense" in types[first:]:
-        raise user_error("llama.cpp knows dense layers before those with experts alone")
+        raise user_error("llama.cpp supports dense layers only before those with experts")
     return first
 
 
@@ -201,7 +201,7 @@ def granitehybrid(fields: Fields) -> dict[str, Any]:
     attention, heads_of = ("full_attention", "attention"), fields["num_key_value_heads"]
     kv = [heads_of if each in attention else 0 for each in fields["layer_types"]]
     if 0 not in kv or fields.get("position_embedding_type") == "rope":
-        raise user_error("llama.cpp knows Granite 4 with recurrent layers and without rotations alone")
+        raise user_error("llama.cpp supports Granite 4 only with recurrent layers and without rotations")
     if fields.get("mamba_n_groups", 1) != 1:
         raise user_error("llama.cpp norms each group of a Mamba layer by itself, and Granite 4 all of them")
     routed = expert_fields(fields) if fields.get("num_local_experts") else {}
@@ -239,7 +239,7 @@ def nemotron(fields: Fields) -> dict[str, Any]:
     if "moe" not in types:
         return found
     if "mlp" in types:
-        raise user_error("llama.cpp knows Nemotron with experts in every layer that has an MLP alone")
+        raise user_error("llama.cpp supports Nemotron only with experts in every layer that has an MLP")
     return found | {
         **expert_fields(fields),
         "expert_shared_count": 1,
@@ -301,7 +301,7 @@ def gemma4(fields: Fields) -> dict[str, Any]:
 def olmo3(fields: Fields) -> dict[str, Any]:
     types = fields["layer_types"]
     if types != ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(len(types))]:
-        raise user_error("llama.cpp takes each fourth layer of OLMo 3 alone for full attention")
+        raise user_error("llama.cpp gives OLMo 3 full attention only in every fourth layer")
     return {"attention.sliding_window": fields["sliding_window"]}
 
 

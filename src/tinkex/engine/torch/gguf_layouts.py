@@ -1,7 +1,7 @@
 """How llama.cpp wants each architecture: names and shapes of tensors; metadata is in `gguf_fields`.
 
-An entry of `GGUF_LAYOUTS` is a `model_type` that we write; its arithmetic must be what llama.cpp takes for
-granted of the architecture, and a setting that is not is refused by name.
+An entry of `GGUF_LAYOUTS` is a `model_type` that we write; llama.cpp assumes some settings of each
+architecture, and a model with another value is refused with the setting's name.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class GgufLayout:
     """One architecture of llama.cpp's."""
 
     arch: str
-    more: Callable[[Fields], dict[str, Any]] = _nothing_more  # beside what every architecture has
+    more: Callable[[Fields], dict[str, Any]] = _nothing_more  # in addition to what every architecture has
     turn: Turn = _as_stored
     # Where the `gguf` package's table of names has nothing or something else: endings of our names, or of
     # stored tensors that are written whole, and the tensors of the file that they become.

@@ -1,8 +1,8 @@
 """A Hugging Face tokenizer as the metadata of a GGUF file; the other direction of `gguf_tokenizer`.
 
-Byte-level BPE whose pre-tokenizer is one that llama.cpp knows by name, and SentencePiece-style BPE. Which
-pre-tokenizer it is, is found by what it does to some texts, not by how it is written. Any other is refused:
-a wrong one gives wrong ids silently.
+Byte-level BPE whose pre-tokenizer is one that llama.cpp knows by name, and SentencePiece-style BPE. The
+pre-tokenizer is identified by its output on sample texts, not by its definition. Any other is refused: a
+wrong one gives wrong ids silently.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Memory of a CPU in huge pages, for what every step reads: weights, their second copies, the KV cache.
+"""CPU memory in huge pages, for what every step reads: weights, their second copies, the KV cache.
 
-With pages of 4 KiB a processor looks up an address every few hundred numbers of a large matrix, and how much
-that costs depends on where malloc put it. Linux gives huge pages to memory that asks for them, if it has any;
-elsewhere this is ordinary memory. Tensors from here are as from `torch.empty`, whatever the pages are.
+With pages of 4 KiB, a large matrix needs a TLB entry for every 1,024 numbers, and the cost of misses varies
+with where malloc put it. Linux gives huge pages on request, if it has any; elsewhere this is ordinary
+memory. In either case the tensors are like those of `torch.empty`.
 """
 
 from __future__ import annotations

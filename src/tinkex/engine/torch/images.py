@@ -82,7 +82,7 @@ def whole_chunk(spans: Spans, start: int, count: int) -> int:
 
 
 def page_extras(images: Iterable[PlacedImage]) -> dict[int, bytes]:
-    """By page: what its digest is to cover beside its token ids, namely which images are in it, and where."""
+    """By page: what its digest covers in addition to token ids: which images are in it, and where."""
     extras: dict[int, bytes] = {}
     for image in images:
         for page in range(image.start // PAGE, (image.stop - 1) // PAGE + 1):

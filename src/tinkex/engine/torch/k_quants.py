@@ -1,4 +1,4 @@
-"""Quantisers of GGUF's Q4_K, Q5_K and Q6_K, which the `gguf` package can read and not write.
+"""Quantisers of GGUF's Q4_K, Q5_K and Q6_K, which the `gguf` package reads but cannot write.
 
 Rows of fp32, a multiple of 256 wide, become the bytes of their blocks. Scales of sub-blocks are searched for
 by least squares over a few candidates, weighted by size, for all blocks of the rows at once.

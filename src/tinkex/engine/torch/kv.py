@@ -212,7 +212,7 @@ class _SpanGroup:
         self.table_BN = torch.from_numpy(table).to(device)
         self.starts_B = torch.tensor([p.start for p in pieces], device=device)
         self.no_history = max(p.start for p in pieces) == 0
-        # A token alone is at most the last of an image, and sees no later one.
+        # A single token is at most the last of an image, and attends to no later one.
         self.images = pieces[0].images if self.new > 1 else ()
         self._masks: dict[tuple[int | None, bool, bool], Tensor] = {}
 

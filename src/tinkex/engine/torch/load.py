@@ -1,8 +1,8 @@
 """Load a decoder from a Hugging Face directory or a GGUF file, straight onto its device.
 
 Weights are mapped, converted and copied into place one at a time, so the model is never in memory twice.
-Models of no family of ours go to `models.transformers_model`.
-What cannot be loaded is refused with InvalidInputError. Reads of a tokenizer only how many ids it has.
+Models of other families go to `models.transformers_model`. A model that cannot be loaded is refused with
+InvalidInputError. Of a tokenizer, only the number of ids is read.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def load_decoder(
             )
         backend = choose_backend(device, dtype, kernels=False)
         return load_transformers(path, fields, tokenizer_size(path), device, dtype, quantize, backend)
-    tensors = read_tensors(path, expand=quantize != "file")
+    tensors = read_tensors(path, dequantise=quantize != "file")
     return fill(read_config(path), tensors, device, dtype, source=path, quantize=quantize, part=part)
 
 
@@ -88,7 +88,7 @@ def fill(
     part: LoadedPart | None = None,
 ) -> Decoder:
     """A decoder of `config` with every weight copied from `tensors`; `source` is for messages."""
-    make = empty_decoder if part is None else part.empty_decoder
+    make = empty_decoder if part is None else part.empty_part
     decoder = make(config, device, dtype, quantised=quantize != "none")
     places, slots, unexpected = decoder.weights(), decoder.slots(), []
     for stored, name, tensor in our_weights(config, tensors):
@@ -110,7 +110,7 @@ def fill(
         elif slot is not None:
             slot[0].put(slot[1], tensor, quantize, torch.device(device))
         elif place is not None:
-            place.copy_(tensor if isinstance(tensor, Tensor) else tensor.expand())
+            place.copy_(tensor if isinstance(tensor, Tensor) else tensor.dequantise())
     missing = [*places, *slots]
     if missing or unexpected:
         raise InvalidInputError(
@@ -177,18 +177,18 @@ def empty_decoder(
     return decoder._apply(lambda t: take(t.shape, dtype=t.dtype)).eval()
 
 
-def _some(names: list[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(names[:limit]) or "none") + more
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return (", ".join(names[:8]) or "none") + more
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """config.json, with the end-of-sequence ids and the vocabulary that the files beside it give."""
+    """config.json, with the end-of-sequence ids and the vocabulary from the files next to it."""
     return model_config(read_fields(directory), vocab_size=tokenizer_size(directory))
 
 
 def read_fields(directory: Path) -> dict[str, Any]:
-    """The fields of config.json, with the end-of-sequence ids of the file beside it."""
+    """The fields of config.json, with the end-of-sequence ids of generation_config.json."""
     if not (directory / "config.json").is_file():
         raise InvalidInputError(
             f"{directory} has no config.json; a model is a Hugging Face directory or a .gguf file"
@@ -201,11 +201,13 @@ def read_fields(directory: Path) -> dict[str, Any]:
     return fields
 
 
-def read_tensors(directory: Path, *, expand: bool = True) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
-    """Every tensor of the directory's safetensors files; with `expand`, quantised ones in fp32."""
+def read_tensors(
+    directory: Path, *, dequantise: bool = True
+) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
+    """Every tensor of the directory's safetensors files; with `dequantise`, quantised ones in fp32."""
     files = QuantisedFiles(_weight_files(directory), quantisation(_json(directory / "config.json")))
     for name, tensor in files.tensors():
-        yield name, tensor if isinstance(tensor, Tensor) or not expand else tensor.expand()
+        yield name, tensor if isinstance(tensor, Tensor) or not dequantise else tensor.dequantise()
 
 
 def _weight_files(directory: Path) -> list[Path]:

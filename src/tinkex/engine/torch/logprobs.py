@@ -1,7 +1,7 @@
 """Logprobs of target tokens from hidden states, and their gradient, a chunk of tokens at a time.
 
 There is never a [T, V] tensor: each chunk's logits are overwritten by their own gradient. If a cell's
-gradient depends on its logprob alone, logits are computed once; otherwise the caller calls twice. Ids from
+gradient depends only on its logprob, logits are computed once; otherwise the caller calls twice. Ids from
 `vocab` on are padding: their logits are -inf, their gradients exactly zero.
 
 Shapes: T tokens, D width, V padded vocabulary, M target cells, N rows of a chunk.
@@ -22,7 +22,7 @@ from tinkex.engine.torch.functions import capped, linear
 from tinkex.engine.torch.lora import LoraBatch, add, add_backward, shrink
 from tinkex.engine.torch.models.weights import UNEMBED
 
-# Bytes of a chunk's logits in fp32: enough rows for efficient products, little beside a model. On the CPU
+# Bytes of a chunk's logits in fp32: enough rows for efficient products, little next to a model. On the CPU
 # below 32 MiB: from there on malloc maps fresh pages for every chunk, and clearing them costs more time.
 CHUNK_BYTES = {"cpu": 28 << 20, "cuda": 2 << 30}
 

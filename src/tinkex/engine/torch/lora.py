@@ -1,7 +1,7 @@
 """Many adapters on one frozen Linear in one pass.
 
 `LoraBatch` adds scale·x·Aᵀ·Bᵀ to every contiguous segment of tokens with that segment's adapter, of any rank;
-the backward adds gradients to that adapter's buffer alone. Only x and its down-projection x·Aᵀ ("shrink") are
+the backward adds gradients only to that adapter's buffer. Only x and its down-projection x·Aᵀ ("shrink") are
 saved for the backward.
 
 Shapes: T tokens, N rows, I in-features, O out-features, R rank, P parts of a site, E experts.

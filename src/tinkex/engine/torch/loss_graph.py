@@ -1,8 +1,8 @@
 """Uploaded custom losses, run from an allow-list of operations, once per datum with (logprobs, *inputs).
 
-loss_graph_reader.py makes a `LossGraph` of what a client sent; nothing of it is executed as code. Costs are
+loss_graph_reader.py makes a `LossGraph` of what a client sent, which is never executed as code. Costs are
 bounded: before anything is computed, `LossInputs` runs the graph of each datum on the meta device, which
-computes shapes alone, and adds up what each operation costs (loss_graph_costs.py). Knows no batches.
+computes only shapes, and adds up what each operation costs (loss_graph_costs.py). Knows no batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What each operation of an uploaded loss costs, forward and backward together, by its real complexity.
 
 The unit is about a nanosecond of one core, rounded up. `CLASSES` has every operation of the allow-list, and
-importing this module fails if one is missing. Costs are taken from shapes alone, on the meta device.
+importing this module fails if one is missing. Costs are computed from shapes, on the meta device.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _scan(call: OpCall) -> int:
 
 
 def _sort(call: OpCall) -> int:
-    """At most n·log n for n elements, whatever the dimension."""
+    """At most n·log n for n elements, for any dimension."""
     return 2 * _ELEMENT * call.elements * max(1, call.elements).bit_length()
 
 

@@ -95,7 +95,7 @@ def _table(prefix: str, owner: Any, *names: str) -> dict[str, Any]:
 
 
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Tensor.to for dtypes alone: all tensors are on one device, whatever a client calls it."""
+    """Tensor.to, only for dtypes: all tensors are on one device, by whatever name a client calls it."""
     return tensor.to(*(a for a in args if not isinstance(a, str)), **kwargs)
 
 

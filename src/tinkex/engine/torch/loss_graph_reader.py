@@ -17,9 +17,8 @@ from tinkex.engine.protocol import CustomLoss, EngineError
 from tinkex.engine.request import user_error
 from tinkex.engine.torch import loss_graph_ops as ops
 from tinkex.engine.torch.loss_graph import LossGraph, LossNode, NodeRef
+from tinkex.types.losses import MAX_INPUTS, MAX_NODES
 
-MAX_NODES = 2000
-MAX_INPUTS = 16
 MAX_DEPTH = 8  # of nested arguments
 MAX_ITEMS = 256  # in one list of arguments
 MAX_TEXT = 64

@@ -2,7 +2,7 @@
 
 docs/engine.md has the formulas. Each is a sum over target cells (a position of a datum, or a position and one
 of its K candidates), to be minimised. A function returns one term per cell, and autograd computes its
-gradient. A cell whose weight or advantage is zero contributes exactly 0, whatever its logprobs are.
+gradient. A cell whose weight or advantage is zero contributes exactly 0, for any logprobs.
 
 For one cell, lp is the trainer's logprob of the target, lq the input `logprobs`, and A `advantages`.
 kl_divergence is the forward KL(teacher ‖ trainer) restricted to the listed candidates; neither side is
@@ -145,10 +145,10 @@ class Loss:
 
     terms: Callable[[Tensor, Inputs, Settings], Tensor]
     metrics: Callable[[Tensor, Inputs], Metrics]
-    local: bool = True  # a cell's gradient depends on that cell alone
+    local: bool = True  # a cell's gradient depends only on that cell
 
 
-LOSSES: Mapping[str, Loss] = {
+TORCH_LOSSES: Mapping[str, Loss] = {
     "cross_entropy": Loss(cross_entropy, _weight_metrics),
     "importance_sampling": Loss(importance_sampling, _ratio_metrics),
     "ppo": Loss(ppo, _ppo_metrics),

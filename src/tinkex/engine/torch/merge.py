@@ -124,7 +124,7 @@ class MergedModel:
         if scheme := quantisation(self.config):
             raise user_error(
                 f"{base_dir} is quantised ({method_name(scheme)}), and an adapter can be merged into plain "
-                "weights alone; give the base model's directory in bfloat16"
+                "weights only; give the base model's directory in bfloat16"
             )
         self.base = model_config(self.config) if self.config.get("model_type") in FAMILIES else None
         self._deltas = _Deltas(adapter_dir, self.base)

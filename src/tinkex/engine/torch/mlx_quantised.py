@@ -1,7 +1,7 @@
 """A merged model with its matrices quantised as MLX does: affine, in groups of 64 along each row.
 
-Promises the codes, scales and biases of `mlx.core.quantize`, to the last bit. One tensor is in memory at a
-time. Knows dense models: how MLX names the experts of a family is not known here.
+Codes, scales and biases are bitwise identical to those of `mlx.core.quantize`. One tensor is in memory at a
+time. Only for dense models: MLX's names of experts are not implemented.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From logits to next tokens and to the logprobs that a request asked for.
 
-A row's draw depends on its own logits and its own random stream alone. Reported logprobs are log_softmax(
+A row's draw depends only on its own logits and random stream. Reported logprobs are log_softmax(
 logits / T) before any cut, penalty, bias or grammar, at T = 1 when greedy. Ids from `vocab` on are padding:
-their logits are -inf, so that they are in no normaliser, and are never drawn or listed.
+their logits are -inf, so they are in no normaliser, and are never drawn or listed.
 
 Shapes: N rows, one for each sequence, V padded vocabulary, B blocks, S block size, K candidates.
 """
@@ -21,15 +21,15 @@ from torch import Tensor
 
 from tinkex.engine.request import padded_top
 from tinkex.engine.rng import exponentials, stream_key
+from tinkex.engine.torch.device_copies import to_device
 from tinkex.engine.torch.shaping import shaped
-from tinkex.engine.torch.upload import to_device
 
 if TYPE_CHECKING:
     from tinkex.engine.native.step import CompiledStep
     from tinkex.engine.torch.backend import Backend
     from tinkex.engine.torch.sequences import RunningSequence, Top
 
-BLOCK = 256  # ids that are drawn among at once
+BLOCK = 256  # ids per block of a draw
 COLDEST = 1e-5  # lower temperatures would overflow float32, and draw the likeliest token all the same
 
 

@@ -1,8 +1,8 @@
-"""A Modelfile for Ollama beside a GGUF file: the chat template in Go's language, and where an answer stops.
+"""A Modelfile for Ollama next to a GGUF file: the chat template in Go's language, and the stop strings.
 
 The template is derived from what the model's own Jinja template writes for some conversations, and is kept
-only if it writes the same for others. A template that is no sequence of messages, each between two fixed
-texts, is left out: Ollama then goes by the one in the GGUF file.
+only if it writes the same for others. A template that is not a sequence of messages between
+fixed texts is left out: Ollama then uses the one in the GGUF file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AdamW on an adapter's flat buffer, by torch.optim's fused kernel.
 
-Clips by the global norm. A step either happens or changes nothing: one whose gradient, or its square, is not
-finite is refused. The kernel itself skips a refused step, so the device never waits for the host.
+Clips by the global norm. A step is atomic: one whose gradient, or its square, is not finite is refused
+and changes nothing. The kernel itself skips a refused step, so the device never waits for the host.
 """
 
 from __future__ import annotations

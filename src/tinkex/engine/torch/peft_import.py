@@ -1,9 +1,9 @@
 """Read a PEFT adapter of any origin as one of ours: every part of the trained kinds, one rank, alpha 32.
 
 The function it computes stays the same. A module that it does not adapt gets A and B of zeros, which no step
-changes, so training goes on with the same modules. A smaller rank is padded the same way. Another scale
+changes, so training continues on the same modules. A smaller rank is padded the same way. Another scale
 (lora_alpha, patterns, rank-stabilised LoRA) is multiplied into B. Stacked and fused matrices are taken apart.
-What a low-rank adapter of ours cannot hold is refused by name. Reads tensors and JSON alone.
+What our adapters cannot represent is refused by name. Reads only tensors and JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STACKED = re.compile(r"(.*?)(?:\.experts|\.input_linear|\.output_linear)(?:\.ba
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _REFUSED = {
     "use_dora": "DoRA scales the base's weights, too",
-    "lora_bias": "a bias beside B is not part of adapters here",
+    "lora_bias": "adapters here have no bias next to B",
     "layer_replication": "this base model has every layer once",
     "trainable_token_indices": "rows of the embedding are not trained here",
     "alora_invocation_tokens": "an adapter here is on for every token",
@@ -150,7 +150,7 @@ def hosted_name(name: str, decoder: Decoder) -> str:
 
 
 def _check_unchanged(directory: Path, name: str, tensor: Tensor, decoder: Decoder) -> None:
-    """A whole matrix beside the adapter is nothing new if it is the base's; PEFT writes such ones."""
+    """A full matrix saved with the adapter is ignored if it equals the base's; PEFT writes such ones."""
     if ".lora_" in name:
         what = name.partition(".lora_")
         raise user_error(f"{directory}: {what[0]} has a {'lora_' + what[2]}, which cannot be read here")

@@ -1,4 +1,4 @@
-"""A weight in 4 or 8 bits: codes, the scales of their blocks, and the products that expand it tile by tile.
+"""A weight in 4 or 8 bits: codes, the scales of their blocks, and products that dequantise it tile by tile.
 
 All formats of files become this one form (`quantised_files`), and `quantise` makes it from plain weights.
 Values are computed in fp32 on the codes' device. Knows neither files nor the decoder.
@@ -24,7 +24,7 @@ from tinkex.errors import InvalidInputError
 SCHEMES = ("nf4", "fp8", "int8")  # what `quantise` makes
 TILE = 64  # rows, and columns of 4 bits, that kernels multiply at a time
 ALIGNED = 16  # elements: where rows of scales begin, as kernels read them
-_EXPANDED = 1 << 21  # values that are expanded at a time
+_DEQUANTISED = 1 << 21  # values that are dequantised at a time
 _NF4_BLOCK = 64
 _FP8_MAX = 448.0
 
@@ -100,22 +100,22 @@ class QuantisedWeight:
         return replace(self, codes=codes, scale=self.scale[blocks], zero=zero)
 
     def select(self, rows: slice) -> QuantisedWeight | Tensor:
-        """These rows of a matrix, or of every one of a stack; expanded if their blocks would be torn."""
+        """These rows of a matrix, or of every one of a stack; dequantised if their blocks would be torn."""
         high, (start, stop, step) = self.block[0], rows.indices(self._stored[-2])
         if self.transposed or (high > 1 and (step != 1 or start % high or stop % high)):
-            return self.expand()[..., rows, :]
+            return self.dequantise()[..., rows, :]
         of_scale = rows if high == 1 else slice(start // high, stop // high)
         return self._cut(self.codes[..., rows, :], (..., of_scale, slice(None)))
 
     def columns(self, some: slice) -> QuantisedWeight | Tensor:
-        """These columns, one after the other; expanded if their blocks would be torn."""
+        """These columns, one after the other; dequantised if their blocks would be torn."""
         wide, (start, stop, _) = self.block[1], some.indices(self._stored[-1])
         if (start, stop) == (0, self._stored[-1]) and not self.transposed:
             return self
         torn = wide < self._stored[-1] and (start % wide or stop % wide)
         torn = torn or (self.table is not None and (start % 2 or stop % 2))
         if torn or self.transposed or self.tiled:
-            return self.expand()[..., some]
+            return self.dequantise()[..., some]
         packed = 1 if self.table is None else 2
         codes = self.codes[..., start // packed : stop // packed]
         if wide >= self._stored[-1]:
@@ -140,10 +140,10 @@ class QuantisedWeight:
         codes = _tile(self.codes, wide)
         return replace(self, codes=codes, scale=_aligned(scale), block=(1, wide), factor=1.0, tiled=True)
 
-    def expand(self) -> Tensor:
+    def dequantise(self) -> Tensor:
         """All values in fp32."""
         if self.codes.dim() == 3:
-            return torch.stack([self[i].expand() for i in range(len(self))])
+            return torch.stack([self[i].dequantise() for i in range(len(self))])
         values = self.rows(0, self._stored[0])
         return values.t() if self.transposed else values
 
@@ -220,7 +220,7 @@ def united(parts: Sequence[QuantisedWeight | Tensor]) -> QuantisedWeight | None:
 def _aligned(scale: Tensor) -> Tensor:
     """The same scales, whose rows begin at multiples of ALIGNED elements; zeros lie between them.
 
-    Kernels then load several scales at once, and while they multiply with earlier ones.
+    So kernels load several scales in one instruction, and overlap loads with products.
     """
     columns = scale.shape[-1]
     return scale if columns % ALIGNED == 0 else F.pad(scale, (0, -columns % ALIGNED))[..., :columns]
@@ -269,7 +269,7 @@ class QuantisedMatrix:
         """Keep a part's weight: quantised by one of `SCHEMES`, or with "file" as it is."""
         anew = scheme in SCHEMES and self._columns % 2 == 0
         if isinstance(weight, QuantisedWeight) and (anew or weight.transposed):
-            weight = weight.expand()
+            weight = weight.dequantise()
         if isinstance(weight, QuantisedWeight):
             self._parts[index] = weight.to(device)
         elif anew:
@@ -315,7 +315,7 @@ class QuantisedMatrix:
         return y if bias is None else y.add_(bias)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The same as autograd sees it: a gradient to x alone."""
+        """The same with autograd: only x gets a gradient."""
         return _QuantisedLinear.apply(x, self, bias) if x.requires_grad else self.product(x, bias)  # type: ignore[return-value]
 
 
@@ -360,7 +360,7 @@ def _tiles(part: QuantisedWeight | Tensor, dtype: torch.dtype) -> Iterator[tuple
         yield 0, part
         return
     rows, columns = part.shape
-    step = max(1, _EXPANDED // columns)
+    step = max(1, _DEQUANTISED // columns)
     for start in range(0, rows, step):
         yield start, part.rows(start, min(start + step, rows), dtype)
 

@@ -1,4 +1,4 @@
-"""Read quantised safetensors files: find what belongs to each weight, and bring it into one form.
+"""Read quantised safetensors files: find the tensors of each weight, and convert them to one form.
 
 A weight's scales may lie in another file, so names are grouped first, and then read one weight at a time.
 Every format is known by the names and types of its tensors; config.json decides only where those leave a
@@ -25,7 +25,7 @@ LOADABLE = (
     "or int4 (compressed-tensors, modelopt, fbgemm), bitsandbytes (nf4, fp4, int8), AWQ (gemm) or GPTQ (4 "
     "and 8 bits), and .gguf files, quantised ones too"
 )
-_MAPPED = 256 << 20  # bytes read of a mapped file before it is mapped anew, without pages in memory
+_MAPPED = 256 << 20  # bytes read of a mapped file before it is mapped again, to drop its pages from memory
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "modelopt", "bitsandbytes", "awq", "gptq")
 _FORMATS = ("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized",
@@ -265,7 +265,7 @@ def _by_group(
         zero = None if zero is None else zero[:, groups.long()]
     zero = None if zero is None else zero.contiguous()
     weight = QuantisedWeight(codes, scale.contiguous(), (1, wide), table, zero)
-    return weight if ordered else weight.expand()  # with a scale for each value it would not be small
+    return weight if ordered else weight.dequantise()  # with a scale for each value it would not be small
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
@@ -290,4 +290,4 @@ def _bitsandbytes(codes: Tensor, parts: Mapping[str, Tensor]) -> Tensor | Quanti
     if columns % size == 0:
         return QuantisedWeight(codes.view(count, -1), scale.view(count, -1), (1, size), table)
     flat = QuantisedWeight(codes[None], scale.view(1, -1), (1, size), table)
-    return flat.expand().view(-1)[: count * columns].view(count, columns)
+    return flat.dequantise().view(-1)[: count * columns].view(count, columns)

@@ -1,12 +1,12 @@
-"""Writes an adapter for sampling alone, quickly: a save resolves only when the files are on the disk.
+"""Writes an adapter only for sampling, quickly: a save resolves when its files are on disk.
 
     adapter_model-00001-of-00023.safetensors …   the weights in the dtype in which the sampler computes
     adapter_config.json, tinkex.json, SHA256SUMS  as `adapter_files` writes them
 
 So an adapter of a model in bf16 takes half of the bytes, and what is loaded again samples bitwise alike. A
 file is copied from the device, written and synced by one thread and hashed by another, several files at once:
-one thread alone hashes about 2 GB a second. The trainer goes on meanwhile. `adapter_files.load_adapter` reads
-these directories too.
+a single thread hashes about 2 GB a second. The trainer continues meanwhile. `adapter_files.load_adapter`
+reads these directories too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tinkex.engine.protocol import EngineError, SaveAdapter
 from tinkex.engine.torch import adapter_files as files
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.cpu_threads import usable_cores
+from tinkex.engine.torch.device_copies import from_device
 from tinkex.engine.torch.tensor_stream import safetensors_header
-from tinkex.engine.torch.upload import from_device
 
 SHARD = 8 << 20  # bytes of a file, about
 THREADS = 12  # at most
@@ -84,7 +84,7 @@ class SamplerCopy:
 
 @cache
 def _threads(kind: str) -> ThreadPoolExecutor:
-    """Kept: starting them takes a millisecond. Files are hashed beside their writing."""
+    """Kept: starting them takes a millisecond. Files are hashed while they are written."""
     return ThreadPoolExecutor(min(THREADS, usable_cores()), f"tinkex-{kind}")
 
 
@@ -112,7 +112,7 @@ def _bytes_of(views: list[Tensor], taken: torch.cuda.Event | None) -> bytes | me
     if taken is None:
         return _joined(views).numpy().data
     device = views[0].device
-    stream = torch.cuda.Stream(device)  # of its own: what the trainer has queued since is not waited for
+    stream = torch.cuda.Stream(device)  # not the trainer's, which may have queued more
     with torch.cuda.device(device), torch.cuda.stream(stream):
         stream.wait_event(taken)
         return from_device(_joined(views))().data

@@ -1,7 +1,7 @@
 """What running sequences hold: their KV pages, the slots of their states, and the prefixes that they share.
 
 A page that became full, and a state at the end of one, can be found by later sequences with the same prefix.
-Knows no queue: who waits, and who is preempted, is decided by `ContinuousBatch`.
+Knows no queue: `ContinuousBatch` decides which sequences wait and which are preempted.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.logit_rules import LogitEdit
-from tinkex.engine.torch.upload import to_device
+from tinkex.engine.torch.device_copies import to_device
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.sequences import RunningSequence

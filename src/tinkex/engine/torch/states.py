@@ -1,7 +1,7 @@
 """The states of recurrent layers: a slot for each running sequence, and snapshots of prefixes for reuse.
 
 A state covers all tokens so far, so it cannot be cut into pages. A snapshot is a copy of a state at the end
-of a full page, in a slot of its own under that page's digest, until evicted, least recently used first.
+of a full page, in a separate slot under that page's digest, until evicted, least recently used first.
 
 Shapes: T tokens in the step, B sequences of a group.
 """
@@ -101,7 +101,7 @@ class StatePool:
             self.enter(copy, digest)
 
     def enter(self, slot: int, digest: bytes) -> None:
-        """Make a slot a snapshot, which nobody owns any more."""
+        """Make a slot a snapshot, which no sequence owns."""
         self.slots.remember(slot, digest)
         self.slots.release([slot])
 
@@ -117,7 +117,7 @@ class StatePool:
                 pool[:, target] = pool[:, source]
 
     def groups(self, slots: Sequence[int], counts: Sequence[int]) -> list[StateGroup]:
-        """Of one step in which sequence i advances by counts[i] tokens: those that decode, and the others."""
+        """Of one step in which sequence i advances by counts[i] tokens: decoding sequences, and the rest."""
         firsts = np.cumsum([0, *counts])
         groups: list[StateGroup] = []
         for decoding in (True, False):

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from tinkex.engine.torch.device_copies import to_device
 from tinkex.engine.torch.kv import KVCache, TokenSpan
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.next_tokens import Choice
 from tinkex.engine.torch.states import StatePool
-from tinkex.engine.torch.upload import to_device
 
 if TYPE_CHECKING:
     from tinkex.engine.torch.adapters import Adapter

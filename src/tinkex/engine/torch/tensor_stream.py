@@ -1,8 +1,8 @@
 """Tensors read from safetensors files one at a time, and files that are written front to back and resumed.
 
-What is read is the reader's own memory, never a mapped file, so that a program's peak is the tensors it
-holds. A directory that is being written lies beside its place under one name; a second process that makes the
-same thing goes on where the first one ended, and only one at a time does. It appears whole or not at all.
+Reads copy into private memory instead of mmap, so peak memory is bounded by the tensors in use. Output is
+written to a temporary directory beside the target, can be resumed by another process, is guarded by a lock,
+and is renamed when complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPES = {
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U32": torch.uint32,
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_MARK_BYTES = 256 << 20  # written between two marks from which a killed process's successor goes on
+_MARK_BYTES = 256 << 20  # written between two checkpoints from which a killed export is resumed
 _MAX_HEADER = 100 << 20
 _ABOUT = "export.json"
 

@@ -1,6 +1,6 @@
 """The trainer: micro-batches of many runs through one decoder, their losses, gradients and adapters.
 
-The commands themselves are in `engine.commands`. Knows nothing of sessions, order, names on disk or sampling.
+`engine.command_trainer` executes the commands with it. Knows no sessions, order, file names or sampling.
 
 Shapes: T tokens and M target cells of a micro-batch, D width.
 """
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from tinkex.engine import protocol as p
-from tinkex.engine.commands import CommandTrainer, PackedExample, RunningPass
+from tinkex.engine.command_trainer import CommandTrainer, PackedExample, RunningPass
 from tinkex.engine.pass_content import TrainingExample, check_size, read_pass
 from tinkex.engine.request import user_error
 from tinkex.engine.torch import adapter_files, memory
 from tinkex.engine.torch.adapters import Adapter, AdapterExport, lay_out
 from tinkex.engine.torch.cpu_threads import SHARED, shared
+from tinkex.engine.torch.device_copies import from_device, to_device
 from tinkex.engine.torch.images import FeatureRows, feature_rows, spans_of
 from tinkex.engine.torch.logprobs import GradOf, Targets, logprob_chunk, target_logprobs
 from tinkex.engine.torch.lora import LoraBatch
@@ -36,22 +37,21 @@ from tinkex.engine.torch.loss_graph import (
     LossInputs,
 )
 from tinkex.engine.torch.loss_graph_reader import read_loss_graph
-from tinkex.engine.torch.losses import LOSSES, Inputs, Loss, gradient, per_datum
+from tinkex.engine.torch.losses import TORCH_LOSSES, Inputs, Loss, gradient, per_datum
 from tinkex.engine.torch.models.attend import PackedAttend
 from tinkex.engine.torch.models.decoder import Decoder
 from tinkex.engine.torch.optim import adamw_step
 from tinkex.engine.torch.sampler_files import SamplerCopy
-from tinkex.engine.torch.upload import from_device, to_device
 from tinkex.types.outputs import ForwardBackwardOutput
 from tinkex.types.params import AdamParams, LoraConfig
 from tinkex.types.tensor import TensorData
 
-SUPPORTED_LOSSES = (*LOSSES, "custom")
+SUPPORTED_LOSSES = (*TORCH_LOSSES, "custom")
 
 
 @dataclass(eq=False)
 class TrainingPass(RunningPass):
-    """The results so far, by datum. Losses and metrics are kept for an uploaded loss (`graph`) alone."""
+    """The results so far, by datum. Losses and metrics are kept only for an uploaded loss (`graph`)."""
 
     graph: LossGraph | None = None
     costs: Sequence[int] = ()  # of an uploaded loss
@@ -65,7 +65,7 @@ class TrainingPass(RunningPass):
 
     @property
     def loss(self) -> Loss | None:
-        return LOSSES.get(self.work.loss_fn)
+        return TORCH_LOSSES.get(self.work.loss_fn)
 
     def size(self, datum: int, budget: int) -> int:
         """A micro-batch also holds no more of uploaded losses than others may wait for."""
@@ -149,7 +149,7 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         recompute: bool | None = None,  # layers in the backward; None: if memory is short
         share_from: int = SHARED,  # multiplications from which on CPU threads share the work
         loss_seconds: float = LOSS_SECONDS,
-        stopping: Callable[[], str] = lambda: "",  # why an uploaded loss is to end at once, if it is
+        stopping: Callable[[], str] = lambda: "",  # why to abort an uploaded loss now; "": continue
         rest: Callable[[], None] = lambda: None,  # called between two checks of uploaded losses
     ) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         self._max_pass_tokens, self._recompute = max_pass_tokens, recompute
         cap, chunk = config.logit_softcap, decoder.backend.logprob_chunk
         self._chunk: Callable[..., Tensor] = chunk if cap is None else partial(logprob_chunk, softcap=cap)
-        memory.keep_pages(config, self._itemsize, self._pass_tokens(), self._device)
+        memory.keep_pages(config, self._itemsize, self.pass_tokens(), self._device)
 
     @property
     def adapter_bytes(self) -> int:
@@ -228,7 +228,7 @@ class TorchTrainer(CommandTrainer[Adapter, TrainingPass]):
         clock = partial(LossClock, seconds, self._stopping)
         return read_training_pass(work, vocab, self._context, clock, self._rest)
 
-    def _pass_tokens(self) -> int:
+    def pass_tokens(self) -> int:
         return self._max_pass_tokens or memory.pass_tokens(self.decoder.config, self._itemsize, self._device)
 
     def _compute(self, batch: list[PackedExample[TrainingPass]]) -> None:
@@ -330,7 +330,7 @@ _PassCells = tuple[TrainingPass, range, int, int, Inputs]
 
 
 def _local_gradient(parts: list[_PassCells]) -> GradOf:
-    """The gradient of any range of cells, when every cell's depends on that cell alone."""
+    """The gradient of any range of cells, where each cell's depends only on that cell."""
 
     def grad_of(lp: Tensor, first: int, last: int) -> Tensor:
         grads = []

@@ -57,7 +57,7 @@ class AttentionConfig:
     whole_images: bool = False  # a token of an image also sees the later ones of that image
     v_norm: bool = False  # values are normalised too, without a weight
     k_as_v: bool = False  # there is no v_proj: the projected key is the value as well
-    share: int | None = None  # the earlier layer whose keys and values it attends to: it has none of its own
+    share: int | None = None  # the earlier layer whose keys and values it uses instead of its own
     value_dim: int | None = None  # None: head_dim
     name: str = "self_attn"
 
@@ -179,7 +179,7 @@ class MlpConfig:
 class RouterConfig:
     """How a token's experts are chosen and weighed.
 
-    "softmax": over all experts, then the best; "softmax_of_best": over the best alone; "sigmoid": of each.
+    "softmax": over all experts, then the best; "softmax_of_best": only over the best; "sigmoid": of each.
     """
 
     score: Literal["softmax", "softmax_of_best", "sigmoid"] = "softmax"
@@ -195,7 +195,7 @@ class RouterConfig:
 
 
 class SharedExpert(NamedTuple):
-    """The MLP that every token has beside its experts; `gated`: times the sigmoid of a number of its own.
+    """The MLP of every token in addition to its experts; `gated`: times the sigmoid of a learned score.
 
     It is like one of them and stored inside their block, unless `mlp` says otherwise.
     """
@@ -233,7 +233,7 @@ class ExpertsConfig:
 
     @property
     def plain(self) -> bool:
-        """Whether experts are SwiGLU alone, clamped or not."""
+        """Whether all experts are SwiGLU, clamped or not."""
         return (
             (self.activation == "silu" or isinstance(self.activation, ClampedSwiGlu))
             and self.gated
@@ -310,7 +310,7 @@ class ModelConfig:
 
     @cached_property
     def kv_shapes(self) -> tuple[KvShape | None, ...]:
-        """Per layer: what its KV cache holds; None where it has none of its own."""
+        """Per layer: what its KV cache holds; None for a layer without one."""
         return tuple(
             layer.mixer.kv_shape if isinstance(layer.mixer, AttentionConfig | LatentConfig) else None
             for layer in self.stack

@@ -17,7 +17,7 @@ _QUERIES = 1024  # whose masks are in memory at once
 
 
 def turn(x_TNC: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
-    """Rotate the first dimensions of every head, as many as there are angles, and leave the others."""
+    """Rotate the first dimensions of every head, as many as there are angles; the rest pass through."""
     cos, sin, count = cos[:, None], sin[:, None], 2 * cos.shape[-1]
     turned, rest = x_TNC[..., :count], x_TNC[..., count:]
     a, b = (turned[..., 0::2], turned[..., 1::2]) if adjacent else turned.chunk(2, dim=-1)
@@ -27,7 +27,7 @@ def turn(x_TNC: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
 
 
 class Chunk(int):
-    """A window that begins anew every so many positions: a query sees those of its own chunk."""
+    """A window that restarts every so many positions: a query attends within its own chunk."""
 
 
 def visible(query: Tensor, key: Tensor, window: int | None, spans: Spans = ()) -> Tensor:

@@ -34,7 +34,7 @@ class Block(nn.Module):
         return {}
 
     def settle(self, for_kernels: bool = False) -> None:
-        """Have plain weights again where the matrices were filled with plain ones alone.
+        """Replace matrices whose parts are all plain by plain weights.
 
         `for_kernels`: other matrices are kept as kernels read them.
         """

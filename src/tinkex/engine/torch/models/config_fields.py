@@ -105,8 +105,8 @@ def mlp_of(fields: Fields, *, bias: bool = False, fused: bool = False) -> MlpCon
     return MlpConfig(integer(fields, "intermediate_size"), bias, activation_of(fields), fused=fused)
 
 
-def activation_of(fields: Fields, default: str = "silu") -> Literal["silu", "gelu_tanh"]:
-    given = fields.get("hidden_activation") or fields.get("hidden_act") or default
+def activation_of(fields: Fields) -> Literal["silu", "gelu_tanh"]:
+    given = fields.get("hidden_activation") or fields.get("hidden_act") or "silu"
     if given not in _ACTIVATIONS:
         allowed = ", ".join(_ACTIVATIONS)
         raise InvalidInputError(f"hidden_act {given!r} is not supported; allowed: {allowed}")
@@ -118,7 +118,7 @@ def layer_count(fields: Fields) -> int:
 
 
 def layer_types(fields: Fields, default: Iterable[str], allowed: tuple[str, ...] = ()) -> list[str]:
-    """What each layer attends to; `allowed` beside full and sliding attention."""
+    """What each layer attends to; `allowed` in addition to full and sliding attention."""
     types, allowed = (
         fields.get("layer_types") or list(default),
         ("full_attention", "sliding_attention", *allowed),

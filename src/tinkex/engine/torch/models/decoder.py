@@ -113,7 +113,7 @@ class DecoderLayer(Block):
 
     def recomputed(self, stream: Stream, context: ForwardContext) -> Stream:
         """The block under activation checkpointing: only its input is saved, without the rounding error."""
-        rest = [stream.rest]  # used in the forward alone: gradients do not need it
+        rest = [stream.rest]  # used only in the forward: gradients do not need it
 
         def block(x_TD: Tensor) -> Stream:
             after, delta_TD = self(Stream(x_TD, rest.pop() if rest else None), None, context)

@@ -104,7 +104,7 @@ def by_part(name: str, tensor: Any, config: DeltaConfig | None) -> list[tuple[st
     stem, _, last = name.removesuffix(".weight").rpartition(".")
     if config is None or not config.by_key_head or last not in ("in_proj_qkvz", "in_proj_ba"):
         return [(name, tensor)]
-    whole = tensor if isinstance(tensor, Tensor) else tensor.expand()
+    whole = tensor if isinstance(tensor, Tensor) else tensor.dequantise()
     widths = config.widths if last == "in_proj_qkvz" else (config.value_heads,) * 2
     split = whole.unflatten(0, (config.key_heads, -1)).split([w // config.key_heads for w in widths], 1)
     parts = [part.flatten(0, 1) for part in split]

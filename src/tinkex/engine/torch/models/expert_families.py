@@ -115,7 +115,7 @@ def gemma4(fields: Fields) -> ModelConfig:
 
 
 def _gemma4_experts(fields: Fields, mlp: MlpConfig) -> ExpertsConfig:
-    """Experts beside the dense MLP, each with norms of its own."""
+    """Experts in addition to the dense MLP, each with its own norms."""
     return ExpertsConfig(
         count=integer(fields, "num_experts"),
         per_token=integer(fields, "top_k_experts"),
@@ -230,7 +230,7 @@ def glm_moe_dsa(fields: Fields) -> ModelConfig:
 
 
 def _with_experts(fields: Fields, mixer: AttentionConfig | LatentConfig) -> ModelConfig:
-    """DeepSeek's MLPs: the first layers dense, then routed experts beside shared ones."""
+    """DeepSeek's MLPs: the first layers dense, then routed and shared experts."""
     width, count = integer(fields, "moe_intermediate_size"), layer_count(fields)
     dense = fields.get("first_k_dense_replace", 1 if fields["model_type"] == "glm4_moe_lite" else 3)
     types = fields.get("mlp_layer_types") or ["dense" if i < dense else "sparse" for i in range(count)]

@@ -1,4 +1,4 @@
-"""Families with delta nets or Mamba layers beside attention: from a `config.json` to a `ModelConfig`."""
+"""Families with attention and delta-net or Mamba layers: from a `config.json` to a `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MTP = ("mtp.",)  # heads for several tokens, which are not read
 
 
 def granite4(fields: Fields) -> ModelConfig:
-    """Granite 4: Mamba2 and attention; a dense MLP in every layer, beside experts if there are any."""
+    """Granite 4: Mamba2 and attention; a dense MLP in every layer, plus experts if there are any."""
     refuse(fields, hidden_act="silu")
     types = layer_types(
         {"layer_types": _older_types(fields.get("layer_types"))},
@@ -125,7 +125,7 @@ def qwen3_next(fields: Fields) -> ModelConfig:
 
 
 def nemotron_h(fields: Fields) -> ModelConfig:
-    """Nemotron-H and Nemotron-3: a layer is Mamba2, attention without positions, an MLP or experts alone."""
+    """Nemotron-H and Nemotron-3: a layer is one of Mamba2, attention without positions, MLP, experts."""
     refuse(fields, mlp_hidden_act="relu2", mamba_hidden_act="silu", attention_bias=False, sliding_window=None)
     fields = {"head_dim": 128, "norm_topk_prob": True, **fields}
     letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}

@@ -1,6 +1,6 @@
 """Latent attention (MLA): keys and values are projections of one short vector per token, which is cached.
 
-Training expands that vector to every head's key and value. Sampling keeps it and one rotated key for all
+Training projects that vector to every head's key and value. Sampling keeps it and one rotated key for all
 heads and attends in the latent space: queries are multiplied with the half of `kv_b_proj` that makes keys,
 results with the half that makes values. That is exact: `q_b_proj` and `kv_b_proj` carry no adapters.
 
@@ -19,7 +19,7 @@ from tinkex.engine.torch.models.attend import PackedAttend, turn
 from tinkex.engine.torch.models.block import Block, frozen_parameter
 from tinkex.engine.torch.models.projection import Projection, total
 
-_EPS = 1e-6  # of the norms inside, whatever the model's others have
+_EPS = 1e-6  # of the inner norms; the model's other norms may differ
 
 
 class LatentAttention(Block):

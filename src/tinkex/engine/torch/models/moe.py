@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 
 class ExpertMlp(Block):
-    """Top-K routed experts, and the shared expert that a model may have beside them."""
+    """Top-K routed experts, and the shared expert that a model may have as well."""
 
     def __init__(self, model: ModelConfig, config: ExpertsConfig, layer: int) -> None:
         super().__init__()

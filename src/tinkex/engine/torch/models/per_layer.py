@@ -1,8 +1,8 @@
-"""Inputs of single layers (Gemma 4): each gets a short vector of the token too, and adds what it makes of it.
+"""Inputs of single layers (Gemma 4): each gets another short vector of the token, and adds a projection.
 
 All of it is frozen and carries no adapters.
 
-Shapes: T tokens, D width, L layers, P width of a layer's input, V ids of its own table.
+Shapes: T tokens, D width, L layers, P width of a layer's input, V ids of the separate table.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def rope_fields(fields: Mapping[str, Any], layer_type: str = "full_attention") -> dict[str, Any]:
-    """One form of the two: `rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling` (4).
+    """One form of the two: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (4).
 
     `rope_parameters` may be one for each type of layer.
     """
@@ -128,7 +128,7 @@ def _yarn(
 
 def _longrope(inv_freq: Tensor, rope: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Divisors for each pair. A model made for more than the original context uses the long ones throughout,
-    so that a token's logprob does not depend on what is computed beside it."""
+    so that a token's logprob does not depend on its batch."""
     most = fields["max_position_embeddings"]
     original = rope.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
     original = original or most

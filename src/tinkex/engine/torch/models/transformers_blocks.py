@@ -1,7 +1,7 @@
 """What we put into a transformers model: its attention, Linears, experts, recurrent mixers and head.
 
-A module finds what it needs of the pass that runs through it in `CURRENT`, because transformers' own modules
-around it do not hand it on.
+Modules read the state of the running pass from `CURRENT`, because the transformers modules around them do not
+pass it on.
 
 Shapes: T tokens, N rows, B sequences of L tokens, D width, H query heads, G kv heads, C head dim,
 K experts of a token, E experts, I in-features, O out-features.
@@ -107,7 +107,7 @@ def _window(module: Any, options: Mapping[str, Any]) -> int | None:
     if (given := options.get("sliding_window")) is not None or kind is not None:
         return given or (window if kind == "sliding_attention" else None)
     if window is not None and "sliding_window" not in options:
-        raise InvalidInputError("its sliding windows are in its masks alone")
+        raise InvalidInputError("its sliding windows are only in its masks")
     return None
 
 
@@ -211,7 +211,7 @@ class RecurrentMixer:
         if not self._dtypes:
             raise InvalidInputError(f"its layer {layer} keeps no state that we know")
         self.shapes = tuple(tuple(state.shape[1:]) for _, _, state in _kept(tried))
-        module.forward = self
+        module.forward = self  # a hook of torch runs before or after a forward, never instead
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         current = CURRENT.get()
@@ -332,4 +332,4 @@ def recomputed(layer: nn.Module) -> None:
 
         return recompute(again, *args, use_reentrant=False, preserve_rng_state=False)
 
-    layer.forward = run
+    layer.forward = run  # transformers' own checkpointing is for training mode, in all layers or none

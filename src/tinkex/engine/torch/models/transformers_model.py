@@ -92,7 +92,7 @@ class TransformersDecoder(Decoder):
         images: FeatureRows | None = None,
         checkpoint: bool = False,
     ) -> Tensor:
-        assert images is None, "these models read text alone"
+        assert images is None, "these models read only text"
         assert isinstance(positions, Tensor), "angles are transformers' own"
         context = ForwardContext(self.backend, (), attend, lora, {}, positions, states)
         current = ModelPass(context, [], checkpoint, starts=_starts(context))
@@ -197,7 +197,7 @@ def _explained(path: Path, fields: Mapping[str, Any]) -> Iterator[Any]:
     if arch not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise InvalidInputError(f"{ours}, and transformers has no causal language model of it")
     if fields.get("quantization_config"):
-        raise InvalidInputError(f"{ours}: quantised files are read of those alone")
+        raise InvalidInputError(f"{ours}: quantised files are read only of those")
     transformers.AttentionInterface.register(_NAME, attend_through)
     try:
         yield transformers
@@ -278,7 +278,7 @@ def _mlps(model: nn.Module, count: int) -> list[MlpConfig | ExpertsConfig]:
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, module)
+    setattr(model.get_submodule(parent), last, module)  # transformers' constructors take no modules of ours
 
 
 def _max_context(text: Any) -> int:

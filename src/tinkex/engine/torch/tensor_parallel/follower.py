@@ -1,4 +1,4 @@
-"""A rank other than 0: executes the orders of rank 0 on its own shard of the model, and decides nothing."""
+"""A rank other than 0: executes the orders of rank 0 on its shard of the model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tinkex.engine.protocol import EngineError
 from tinkex.engine.torch.adapters import Adapter
 from tinkex.engine.torch.backend import DecodeAhead, DecodeSteps, PlacedRows
 from tinkex.engine.torch.continuous_batch import StepLimits
+from tinkex.engine.torch.device_copies import to_device
 from tinkex.engine.torch.kv import KVCache, TokenSpan
 from tinkex.engine.torch.logprobs import Targets, target_logprobs
 from tinkex.engine.torch.models.decoder import Decoder
@@ -26,7 +27,6 @@ from tinkex.engine.torch.tensor_parallel.sharded_adapters import AdapterShards
 from tinkex.engine.torch.tensor_parallel.sharded_vocab import ShardedVocab
 from tinkex.engine.torch.tensor_parallel.sharding import ShardPlan
 from tinkex.engine.torch.tensor_parallel.shards import Shards
-from tinkex.engine.torch.upload import to_device
 
 
 class Follower:
@@ -49,8 +49,8 @@ class Follower:
         match order:
             case orders.Prepare(pages, slots, limits):
                 self._prepare(pages, slots, limits)
-            case orders.MakeAdapter(key, lora):
-                self._adapters[key] = self._parts.fresh(lora)
+            case orders.MakeAdapter(key, lora, seed):
+                self._adapters[key] = self._parts.fresh(lora, seed)
             case orders.TakeAdapter(key):
                 self._adapters[key] = receive_adapter(self._parts, self._shards, order)
             case orders.FreeAdapters(keys):

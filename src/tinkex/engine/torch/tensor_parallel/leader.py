@@ -1,7 +1,6 @@
-"""Rank 0 of a tensor-parallel group: a trainer and a sampler's steps that tell other ranks what to compute.
+"""Rank 0: the ordinary trainer and sampler steps, each after an order broadcast to the other ranks.
 
-Both are the ordinary ones: each order is sent just before rank 0 computes the same itself. If a rank fails in
-the middle of it, the others wait in a collective, so nothing can go on: the engine is lost.
+If a rank fails, the others block in a collective, so the whole engine is lost.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +39,7 @@ from tinkex.types.params import AdamParams, LoraConfig
 
 
 class AdapterKeys:
-    """The numbers of adapters that other ranks have a part of, and which of them nobody needs any more."""
+    """Numbers the adapters that other ranks have a part of, and tracks which numbers are free again."""
 
     def __init__(self, team: Team) -> None:
         self._team, self._serial = team, itertools.count()
@@ -54,7 +52,7 @@ class AdapterKeys:
         return adapter
 
     def new(self) -> int:
-        """A number; tells of those that are free again."""
+        """A new number; first has the other ranks drop the freed ones."""
         if self._freed:
             keys = tuple(self._freed.popleft() for _ in range(len(self._freed)))
             with self._team.order(orders.FreeAdapters(keys)):
@@ -83,12 +81,10 @@ class LeadingTrainer(TorchTrainer):
 
     def _fresh(self, lora: LoraConfig) -> Adapter:
         self._check_room(lora)
-        seeded = replace(lora, seed=secrets.randbits(63)) if lora.seed is None else lora
+        seed = secrets.randbits(63) if lora.seed is None else lora.seed
         key = self._keys.new()
-        with self._team.order(orders.MakeAdapter(key, seeded)):
-            adapter = self._parts.fresh(seeded)
-        adapter.lora = lora
-        return self._keys.enter(adapter, key)
+        with self._team.order(orders.MakeAdapter(key, lora, seed)):
+            return self._keys.enter(self._parts.fresh(lora, seed), key)
 
     def _step(self, adapter: Adapter, params: AdamParams) -> dict[str, float]:
         if adapter.grad is None:
@@ -134,7 +130,7 @@ class LeadingTrainer(TorchTrainer):
         order = orders.TakeAdapter(key, whole.lora, whole.shared, whole.step, bool(moments))
         with self._team.order(order):
             for flat in (whole.flat, *moments):
-                self._team.shards.broadcast(flat.clone())  # an exported adapter is nobody's to write to
+                self._team.shards.broadcast(flat.clone())  # an exported adapter is immutable
             adapter = self._parts.part(whole)
         return self._keys.enter(adapter, key)
 
@@ -157,7 +153,7 @@ class LeadingTrainer(TorchTrainer):
             recompute=self._decided,
             calls=[False] if not batch.backward else [True] if local else [False, True],
         )
-        # A collective in a backward waits in place: on the thread that the others wait for.
+        # A collective in the backward must run on this thread, which the other ranks wait for.
         with self._team.order(order), torch.autograd.set_multithreading_enabled(False):
             computed = self._forward(batch)
             if computed is None:
@@ -173,7 +169,7 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 
 class LeadingCache(KVCache):
-    """A KV cache that notes what the other ranks' must do too."""
+    """A KV cache that records changes, to be repeated by the other ranks."""
 
     def __init__(self, changes: list[orders.Change], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -189,7 +185,7 @@ class LeadingCache(KVCache):
 
 
 class LeadingStates(StatePool):
-    """A pool of states that notes what the other ranks' must do too."""
+    """A pool of states that records changes, to be repeated by the other ranks."""
 
     def __init__(self, changes: list[orders.Change], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -207,7 +203,7 @@ def _taken(changes: list[orders.Change]) -> tuple[orders.Change, ...]:
 
 
 class LeadingSteps(StepLead):
-    """Has the other ranks' captured decode steps do what rank 0's do; `changes` as of `LeadingRunner`."""
+    """Repeats rank 0's captured decode steps on the other ranks; `changes` as in `LeadingRunner`."""
 
     def __init__(self, team: Team, keys: AdapterKeys, changes: list[orders.Change]) -> None:
         self._team, self._keys, self._changes = team, keys, changes

@@ -1,7 +1,7 @@
-"""What rank 0 of a tensor-parallel group tells the others to compute: picklable values, in order.
+"""The orders that rank 0 of a tensor-parallel group sends to the other ranks: picklable values.
 
-Rank 0 alone decides: it checks requests, plans steps and computes losses. The others hold the same adapters,
-pages and states, each its part, and follow. Adapters are known by a number that rank 0 gave them.
+Only rank 0 checks requests, plans steps and computes losses. The other ranks hold their parts of the same
+adapters, pages and states, and execute orders in sequence. Rank 0 numbers the adapters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Prepare:
 @dataclass(frozen=True)
 class MakeAdapter:
     key: int
-    lora: LoraConfig  # with a seed
+    lora: LoraConfig
+    seed: int
 
 
 @dataclass(frozen=True)

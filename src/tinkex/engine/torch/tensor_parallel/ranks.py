@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -25,11 +25,16 @@ from tinkex.engine.torch.tensor_parallel.team import Team
 
 
 class Ranks:
-    """The parts of rank 0, each of which leads those of the others in `team`."""
+    """Rank 0's parts, each of which leads its counterparts on the other ranks of `team`."""
 
     def __init__(self, team: Team) -> None:
         self._team, self._part, self._keys = team, LoadedPart(team.shards), AdapterKeys(team)
         self._fingerprint = ""
+
+    @property
+    def lost(self) -> Future[str]:
+        """Set to the reason when a rank is lost."""
+        return self._team.lost
 
     @property
     def plan(self) -> ShardPlan:
@@ -64,9 +69,6 @@ class Ranks:
     def check(self) -> None:
         """Raise if a rank is lost."""
         self._team.check()
-
-    def watch(self, on_loss: Callable[[str], None]) -> None:
-        self._team.watch(on_loss)
 
     def close(self) -> None:
         self._team.close()

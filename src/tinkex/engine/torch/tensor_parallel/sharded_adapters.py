@@ -1,8 +1,8 @@
-"""Adapters over the ranks of a tensor-parallel group: what each has, sums of gradients, and the whole again.
+"""Adapters over the ranks of a tensor-parallel group: splitting, gradient sums, and gathering.
 
-Where a projection's output is split, B is, and A is on every rank; where its input is, the other way round.
-What several ranks have gets a part of its gradient on each: `sync` sums those once per optimizer step. Files
-and exports hold whole adapters. Shapes: E experts, R rank, I in-features, O out-features.
+Where a projection's output is split, B is split and A replicated; where its input is split, the reverse. A
+replicated matrix gets a partial gradient on each rank: `sync` sums those once per optimizer step. Files and
+exports hold whole adapters. Shapes: E experts, R rank, I in-features, O out-features.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class AdapterShards:
-    """Takes adapters apart and puts them together, as `plan` says."""
+    """Splits and gathers adapters by `plan`."""
 
     def __init__(self, plan: ShardPlan, shards: Shards, device: torch.device) -> None:
         self._plan, self._shards, self._device = plan, shards, device
@@ -34,9 +34,9 @@ class AdapterShards:
         """An adapter with this rank's part of the parameters, all zero."""
         return Adapter(lora, lay_out(self._plan.part.sites(), lora, shared=shared), self._device)
 
-    def fresh(self, lora: LoraConfig) -> Adapter:
+    def fresh(self, lora: LoraConfig, seed: int) -> Adapter:
         """This rank's part of what `Adapter.fresh` makes, the same numbers."""
-        return self.part(Adapter.fresh(lora, self._plan.sites))
+        return self.part(Adapter.fresh(lora, self._plan.sites, seed=seed))
 
     def part(self, whole: Adapter) -> Adapter:
         """This rank's part of a whole adapter on the CPU, with its optimizer state if it has one."""

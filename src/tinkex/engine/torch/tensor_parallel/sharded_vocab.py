@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.rng import exponentials
+from tinkex.engine.torch.device_copies import to_device
 from tinkex.engine.torch.logprobs import chunk_logits, hidden_gradient
 from tinkex.engine.torch.lora import LoraBatch
 from tinkex.engine.torch.models.architecture import ModelConfig
 from tinkex.engine.torch.next_tokens import BLOCK, Choice, scaled
 from tinkex.engine.torch.tensor_parallel.shards import Shards
-from tinkex.engine.torch.upload import to_device
 
 
 class ShardedVocab:
@@ -32,7 +32,7 @@ class ShardedVocab:
         """`config` is a rank's."""
         self._shards, self._size, self._softcap = shards, config.vocab_rows, config.logit_softcap
         self._padded, self._start = config.padded_vocab, shards.rank * config.vocab_rows
-        self._ours = min(max(config.vocab_size - self._start, 0), self._size)  # the others are padding
+        self._ours = min(max(config.vocab_size - self._start, 0), self._size)  # the rest are padding
 
     def logprob_chunk(
         self,
@@ -110,7 +110,7 @@ class ShardedVocab:
         first, lead = divmod(self._start, BLOCK)
         own_NB = F.pad(p_NV, (lead, -(lead + self._size) % BLOCK)).view(len(p_NV), -1, BLOCK).sum(-1)
         sums_NB = p_NV.new_zeros(len(p_NV), -(-self._padded // BLOCK))
-        count = min(own_NB.shape[1], max(sums_NB.shape[1] - first, 0))  # later ones are padding alone
+        count = min(own_NB.shape[1], max(sums_NB.shape[1] - first, 0))  # later ones are only padding
         sums_NB[:, first : first + count] = own_NB[:, :count]
         return sums_NB
 

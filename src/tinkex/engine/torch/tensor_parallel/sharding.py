@@ -1,9 +1,9 @@
 """Which part of a model each rank of a tensor-parallel group has: pure, and without collectives.
 
-A rank's decoder has a configuration of its own: fewer heads, narrower MLPs, a part of the vocabulary. Where a
-weight of it is smaller than the whole model's, that dimension is split: what to load and which halves of
-adapters are split follows from the two decoders' shapes. Kv heads (and key heads of delta nets, groups of
-Mamba) that are fewer than the ranks are on several. Shapes: E experts, R rank, I in-, O out-features.
+Each rank has its own `ModelConfig`: fewer heads, narrower MLPs, a slice of the vocabulary. Comparing it with
+the full model's shapes yields what to load and how to split adapters. KV heads (and key heads of delta nets,
+groups of Mamba) are replicated when there are fewer than ranks. Shapes: E experts, R rank, I in-, O
+out-features.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class ShardPlan:
         whole, part = self.shapes[name]
         module, _, kind = name.rpartition(".")
         if kind == "bias" and self.rank and self._split_in(f"{module}.weight"):
-            return None  # added by one rank alone, as its product is summed over them
+            return None  # added by one rank only, as its product is summed over them
         first = self._pieces(module, whole[0], part[0], self.rank)
         return first, *((_evenly(g, n, self.rank),) for g, n in zip(whole[1:], part[1:], strict=True))
 
@@ -226,7 +226,7 @@ def taken(tensor: Tensor | QuantisedWeight, cut: Cut) -> Tensor | QuantisedWeigh
             pieces = [cut_columns.select(piece) for piece in rows]
             if len(pieces) == 1:
                 return pieces[0]
-            tensor = torch.cat([p if isinstance(p, Tensor) else p.expand() for p in pieces])
+            tensor = torch.cat([p if isinstance(p, Tensor) else p.dequantise() for p in pieces])
             return tensor
         tensor, cut = cut_columns, (rows,)
     for dim, pieces in enumerate(cut):
@@ -248,10 +248,10 @@ class LoadedPart:
         assert self._plan is not None, "nothing was loaded yet"
         return self._plan
 
-    def empty_decoder(
+    def empty_part(
         self, model: ModelConfig, device: str | torch.device, dtype: torch.dtype, *, quantised: bool = False
     ) -> Decoder:
-        """As `load.empty_decoder`, of the rank's part."""
+        """Like `load.empty_decoder`, for this rank's part."""
         self._plan = ShardPlan(model, self.shards.rank, self.shards.count)
         local = self._plan.local
         with torch.device("meta"):
@@ -273,10 +273,10 @@ class LoadedPart:
         assert place is not None
         quantised = isinstance(place, tuple)
         if quantised and scheme in SCHEMES and tensor.shape[-1] % 2 == 0:  # first: as without ranks
-            plain = tensor if isinstance(tensor, Tensor) else tensor.expand()
+            plain = tensor if isinstance(tensor, Tensor) else tensor.dequantise()
             tensor = quantise(plain.to(device), scheme)
         elif isinstance(tensor, QuantisedWeight) and (not quantised or tensor.transposed):
-            tensor = tensor.expand()
+            tensor = tensor.dequantise()
         if isinstance(tensor, Tensor):
             head = tensor.reshape(-1, tensor.shape[-1])[0, :16]
         else:

@@ -2,8 +2,8 @@
 
 Every block of a layer gives a partial sum on each rank, adapters included: `Shards.block` sums them, and the
 gradients to the block's input in the backward. The vocabulary is split too (`sharded_vocab`). A decoder on
-one device has no `Shards` at all. Knows neither which weights are split (`sharding`) nor who the other ranks
-are. Shapes: T tokens, N rows, D width, V padded vocabulary of this rank.
+one device has no `Shards`. Knows neither which weights are split (`sharding`) nor where other ranks run.
+Shapes: T tokens, N rows, D width, V padded vocabulary of this rank.
 """
 
 from __future__ import annotations
@@ -147,19 +147,17 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class ProcessShards(Shards):
     """A rank that is a process: NCCL between GPUs, gloo between CPUs, on one machine.
 
-    `store` is a file that all ranks can reach. Has groups of its own, so one process may be in several.
+    `store` is a file that all ranks can reach. Has its own process groups, so one process may be in several.
     """
 
-    def __init__(
-        self, rank: int, count: int, store: str, device: torch.device, timeout: timedelta = timedelta(hours=1)
-    ) -> None:
+    def __init__(self, rank: int, count: int, store: str, device: torch.device) -> None:
         super().__init__(rank, count)
         gloo: Any = dist.ProcessGroupGloo
         prefix: Any = dist.PrefixStore  # type: ignore[reportPrivateImportUsage]
         files = dist.FileStore(store, count)  # type: ignore[reportPrivateImportUsage]
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timeout
+        options._timeout = timedelta(hours=1)
         self._host = gloo(prefix("host", files), rank, count, options)
         self._device: Any = self._host
         if device.type == "cuda":

@@ -1,7 +1,7 @@
 """The ranks of one engine's tensor-parallel group, as rank 0 sees them.
 
-Orders reach every rank in the order they are given. A rank that ends, or that fails in an order, takes the
-group with it: `check` says so from then on, and waiting collectives end. Knows nothing of what orders mean.
+Orders reach every rank in the order they are given. If a rank ends or fails in an order, the whole group is
+lost: `check` raises from then on, and waiting collectives abort. Does not interpret orders.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,27 +28,19 @@ from tinkex.engine.torch.tensor_parallel.shards import ProcessShards, Shards
 
 log = logging.getLogger("tinkex")
 _PATIENCE = 10.0  # seconds that a rank may take to end
-Loaded = tuple[str, Any]  # "ready" and its free bytes, or "failed" and an EngineError
 
 
 class Team:
-    """What all kinds of groups have in common. `on_loss` is called once, when a rank is lost."""
+    """Base class of groups. `lost` is set to the reason when a rank is lost."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards, self.trouble = shards, ""
+        self.lost: Future[str] = Future()
         self._lock, self._closed = threading.Lock(), False
-        self._on_loss: Callable[[str], None] = lambda why: None
 
     def least_free(self) -> float:
         """Bytes of free memory of the rank that has the least, once all have loaded their parts."""
         raise NotImplementedError
-
-    def watch(self, on_loss: Callable[[str], None]) -> None:
-        """Have `on_loss` called with the reason when the group is lost, maybe at once."""
-        with self._lock:
-            self._on_loss = on_loss
-        if self.trouble:
-            on_loss(self.trouble)
 
     @contextlib.contextmanager
     def order(self, order: Any) -> Iterator[None]:
@@ -57,7 +50,7 @@ class Team:
             self._send(order)
             yield
         except EngineError:
-            raise  # every rank has computed it alike
+            raise  # every rank has raised the same
         except BaseException as error:
             self.lose(f"rank 0 failed: {type(error).__name__}: {error}")
             raise
@@ -71,10 +64,10 @@ class Team:
         with self._lock:
             if self.trouble or self._closed:
                 return
-            self.trouble, on_loss = why, self._on_loss
+            self.trouble = why
         log.error("a tensor-parallel group is lost: %s", why)
         self.shards.close()
-        on_loss(why)
+        self.lost.set_result(why)
 
     def close(self) -> None:
         with self._lock:
@@ -92,7 +85,7 @@ class Team:
 
 
 class ProcessTeam(Team):
-    """Ranks that are child processes of this one, each with a GPU of its own, or on the CPU."""
+    """Ranks that are child processes of this one, each with its own GPU, or on the CPU."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self._place = Path(tempfile.mkdtemp(prefix="tinkex-ranks-"))
@@ -103,7 +96,7 @@ class ProcessTeam(Team):
                     _start(config, rank, str(self._place / "store"), rank_device(device, rank))
                 )
             for rank, (_, connection) in enumerate(self._ranks, 1):
-                _receive(connection, rank)  # it is there, and joins the group now
+                _receive(connection, rank)  # it has started, and joins the group now
             store = str(self._place / "store")
             super().__init__(ProcessShards(0, config.tensor, store, rank_device(device, 0)))
         except BaseException:
@@ -132,7 +125,7 @@ class ProcessTeam(Team):
 
     def _end(self) -> None:
         for _, connection in self._ranks:
-            connection.close()  # the process ends when it reads the end
+            connection.close()  # the process exits at end of file
         for process, _ in self._ranks:
             try:
                 process.wait(_PATIENCE)

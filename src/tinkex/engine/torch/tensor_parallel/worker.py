@@ -1,6 +1,6 @@
 """The process of one rank: `python -m tinkex.engine.torch.tensor_parallel.worker FD`, started by `team`.
 
-Reads orders from a socket until that ends. Ends itself when its parent is gone, or when an order fails.
+Executes orders from a socket until it closes. Exits when its parent is gone, or when an order fails.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
         except (EOFError, OSError):
             break
         follower.execute(order)
-    os._exit(0)  # without waiting for a collective that nobody answers
+    os._exit(0)  # without waiting for a collective that no rank answers
 
 
 def load_follower(config: EngineConfig, shards: Shards, device: torch.device) -> Follower:

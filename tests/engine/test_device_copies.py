@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.engine.torch.upload import all_to_device, fill, from_device, to_device
+from tinkex.engine.torch.device_copies import all_to_device, fill, from_device, to_device
 
 ARRAYS = [
     np.arange(7, dtype=np.int64)[None, ::-1].copy(),

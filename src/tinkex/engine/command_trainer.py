@@ -1,9 +1,9 @@
-"""What every trainer does beside computing: its commands, the adapters of its runs, and passes under way.
+"""Base class of trainers: executes commands, keeps adapters, splits passes into micro-batches.
 
-Passes of many runs share each micro-batch, and a command computes at most one, so that an engine can decode
-between two. A pass with wrong content fails alone, before anything of it is computed. Several trainers may
-share the datums of a pass: each checks all of them and computes its own (`protocol.ForwardBackward.share`).
-Needs numpy alone; knows no models, losses or gradients.
+Subclasses implement forward, backward and the optimizer. Passes of many runs share each micro-batch, and a
+command computes at most one, so that an engine can decode between two. A pass with wrong content fails by
+itself, before any of it is computed. Several trainers may share the datums of a pass: each checks all and
+computes its own (`protocol.ForwardBackward.share`). Needs only numpy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tinkex.engine.request import user_error
 from tinkex.types.params import AdamParams, LoraConfig
 
 CHECK_SECONDS = 0.25  # of one command, for checking uploaded losses, unless a datum takes longer
-Progress = p.PassProgress | p.SharedPasses | list[p.PassOutcome]
 
 
 @dataclass(eq=False)
@@ -88,7 +87,7 @@ class PackedExample(NamedTuple, Generic[P]):
 def cut(
     passes: Sequence[P], budget: int, share: tuple[int, int] = (0, 1)
 ) -> Iterator[list[PackedExample[P]]]:
-    """Micro-batches of about `budget` tokens; a longer datum is one of its own. Of this share of the datums.
+    """Yield micro-batches of about `budget` tokens; a longer datum gets its own. `share`: every n-th datum.
 
     Passes with and without a backward do not mix, and each run's tokens are contiguous. Within a pass the
     longest datums come first, so that equal lengths are neighbours: attention computes those in one call.
@@ -221,7 +220,7 @@ class CommandTrainer(ABC, Generic[A, P]):
         self._abandon(run)
         return saved
 
-    def _begin(self, works: Sequence[p.Pass], share: tuple[int, int]) -> Progress:
+    def _begin(self, works: Sequence[p.Pass], share: tuple[int, int]) -> p.PassesResult:
         name = f"pass-{next(self._serial)}"
         self._tickets[name] = _Ticket(works, share, self._checked(works))
         return self._advance(name)
@@ -243,7 +242,7 @@ class CommandTrainer(ABC, Generic[A, P]):
             raise p.EngineError(f"no passes with the ticket {name!r} are under way")
         return self._tickets[name]
 
-    def _advance(self, name: str) -> Progress:
+    def _advance(self, name: str) -> p.PassesResult:
         ticket = self._ticket(name)
         try:
             if self._check(ticket) and ticket.done < len(ticket.batches):
@@ -294,7 +293,7 @@ class CommandTrainer(ABC, Generic[A, P]):
             for one in going:
                 if one.run in ticket.abandoned:
                     _give_up(one)
-            ticket.batches = list(cut(going, self._pass_tokens(), ticket.share))
+            ticket.batches = list(cut(going, self.pass_tokens(), ticket.share))
         else:
             ticket.checks += checks
         return ticket.checking is None
@@ -347,7 +346,7 @@ class CommandTrainer(ABC, Generic[A, P]):
         """Check a pass; yields where others may have their turn."""
 
     @abstractmethod
-    def _pass_tokens(self) -> int:
+    def pass_tokens(self) -> int:
         """Tokens of a micro-batch."""
 
     @abstractmethod
