@@ -22,8 +22,6 @@ from tinkex.engine.protocol import (
     SaveAdapter,
 )
 from tinkex.service import samplers
-from tinkex.service.config import ServiceConfig
-from tinkex.service.fair_semaphore import FairSemaphore
 from tinkex.service.sample_events import SampleEvents
 from tinkex.service.scheduler import QueuedRequest, Scheduler
 from tinkex.types.data import ModelInput
@@ -307,42 +305,3 @@ async def test_a_request_in_parts_gives_what_it_would_give_whole(
         assert len({tuple(one.tokens) for one in parts.sequences}) > 1
         if streamed:
             assert pieces[0] == pieces[1] == {n: one.tokens for n, one in enumerate(whole.sequences)}
-
-
-async def test_the_owner_with_the_fewest_tokens_goes_next():
-    permits, entered = FairSemaphore(16), list[str]()
-
-    async def enter(owner: str, count: int, tokens: int) -> None:
-        await permits.acquire(owner, count, tokens)
-        entered.append(owner)
-
-    for owner, count, tokens in [("long", 7, 7000), ("short", 7, 70), ("other", 2, 500)]:
-        await enter(owner, count, tokens)
-    waiting = [asyncio.create_task(enter(owner, 2, 10)) for owner in ("long", "short")]
-    await asyncio.sleep(0)
-    permits.release("other", 2, 500)
-    await waiting[1]
-    permits.release("short", 2, 10)
-    await waiting[0]
-    assert entered[3:] == ["short", "long"]
-
-
-async def test_one_owner_never_holds_all_permits():
-    permits = FairSemaphore(18)
-    assert all(permits.try_acquire("flood", 1) for _ in range(16))
-    assert not permits.try_acquire("flood", 1)
-    waiting = asyncio.create_task(permits.acquire("flood", 1))
-    await asyncio.sleep(0)
-    await asyncio.wait_for(permits.acquire("new", 1), 5)  # though another waits
-    assert not waiting.done()
-    permits.release("flood", 1)
-    await waiting
-
-
-async def test_one_owner_decodes_256_sequences_at_once_and_others_get_in(home: Path) -> None:
-    """64 prompts of 4 samples are a usual batch: part of it must not wait until the rest is done."""
-    config = ServiceConfig(home)
-    permits = FairSemaphore(min(config.samples_in_flight, config.engine.max_batch))
-    assert all(permits.try_acquire("one", 4) for _ in range(64))
-    assert not permits.try_acquire("one", 4)
-    assert permits.try_acquire("other", 32)

@@ -254,7 +254,7 @@ def test_pieces_may_come_again_and_must_come_in_order(tmp_path: Path, base: Path
 
 def test_a_server_that_takes_no_imports_is_named(tmp_path: Path, theirs: Path) -> None:
     running = Running(ServerConfig(config(tmp_path / "home"), port=0, drain_seconds=0.1))
-    del running.server.service._methods["upload_weights"]
+    del running.server.service._methods[ops.UPLOAD_WEIGHTS]
     with tinkex.ServiceClient(base_url=running.url, api_key="tml-ann") as client:
         with pytest.raises(TinkerError, match="takes no adapters from elsewhere"):
             client.create_rest_client().import_checkpoint(theirs).result(SECONDS)

@@ -137,13 +137,11 @@ async def test_a_request_that_cannot_be_read_fails_in_its_turn(user: User):
     assert again.request_id == promise.request_id
 
 
-async def test_too_many_datums_are_accepted_and_fail(home: Path):
-    async with serving(home, max_datums=2) as service:
-        user = User(service)
-        run = await user.run()
-        promise = await user.forward_backward(run, 1, datum(1), datum(2), datum(3))
-        with pytest.raises(Failed, match="3 datums; at most 2"):
-            await user.result(promise)
+async def test_too_many_datums_are_accepted_and_fail(user: User):
+    run = await user.run()
+    promise = await user.forward_backward(run, 1, *[datum(1)] * 4097)
+    with pytest.raises(Failed, match="4097 datums; at most 4096"):
+        await user.result(promise)
 
 
 async def test_a_loss_that_we_do_not_have_is_accepted_and_fails(user: User):
@@ -207,18 +205,16 @@ async def test_a_save_sees_exactly_what_was_before_it(user: User):
     assert await user.loss(run, 11) == after_two
 
 
-async def test_a_run_that_could_not_be_made_fails_everything_after(home: Path):
-    async with serving(home, max_rank=10**9) as service:
-        user = User(service)
-        session = await user.session()
-        run = await user.run(session)
-        path = await user.save_for_sampler(run, 1, "s")
-        request = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
-        promise = await user.call(ops.LOAD_WEIGHTS, LoadWeightsRequest(**request))
-        with pytest.raises(Failed, match="without optimizer state"):
-            await user.result(promise)
-        with pytest.raises(Failed, match="could not be made"):
-            await user.result(await user.forward_backward(f"{session}:train:1", 1))
+async def test_a_run_that_could_not_be_made_fails_everything_after(user: User):
+    session = await user.session()
+    run = await user.run(session)
+    path = await user.save_for_sampler(run, 1, "s")
+    request = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
+    promise = await user.call(ops.LOAD_WEIGHTS, LoadWeightsRequest(**request))
+    with pytest.raises(Failed, match="without optimizer state"):
+        await user.result(promise)
+    with pytest.raises(Failed, match="could not be made"):
+        await user.result(await user.forward_backward(f"{session}:train:1", 1))
 
 
 async def test_a_run_that_could_not_be_made_is_listed_as_failed(home: Path):

@@ -36,7 +36,7 @@ GROWS = {
     "SampleRequest.num_samples", "SampleRequest.topk_prompt_logprobs", "SampleRequest.topk_sample_logprobs",
     "SampleRequest.prompt_alt_tokens_k", "SamplingParams.max_tokens",
 }  # fmt: skip
-# It has a bound of its own: ServiceConfig.max_rank, the ledger's MAX_PAGE, or its type's.
+# It has a bound of its own: MAX_RANK of accept.py, the ledger's MAX_PAGE, or its type's.
 BOUNDED = {
     "LoraConfig.rank", "ListSessionsRequest.limit", "ListTrainingRunsRequest.limit",
     "ListUserCheckpointsRequest.limit", "SessionSearchRequest.limit",

@@ -17,7 +17,6 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import EngineConfig, SampleWork
 from tinkex.service import adapter_cache
 from tinkex.service.config import ServiceConfig
-from tinkex.service.fair_semaphore import FairSemaphore
 from tinkex.service.futures import Completions
 from tinkex.service.refusal import Refusal
 from tinkex.service.sample_requests import fingerprint
@@ -220,36 +219,6 @@ async def test_a_flood_does_not_starve_the_others(home: Path):
         first_of_bob = engine.order.index(20)
         assert first_of_bob <= 5  # four were inside already
         assert engine.order[:20].count(20) == 3
-
-
-async def test_the_gate_lets_whoever_has_least_go_next():
-    gate, entered = FairSemaphore(2), []
-
-    async def visit(owner: str, units: int = 1) -> None:
-        await gate.acquire(owner, units)
-        entered.append(owner)
-
-    tasks = [asyncio.create_task(visit(owner)) for owner in "aaaabc"]
-    await asyncio.sleep(0)
-    assert entered == ["a", "a"]
-    gate.release("a", 1)  # "a" still has one inside
-    await asyncio.sleep(0)
-    assert entered == ["a", "a", "b"]
-    gate.release("b", 1)
-    await asyncio.sleep(0)
-    assert entered == ["a", "a", "b", "c"]
-    for owner in ("a", "c"):
-        gate.release(owner, 1)
-        await asyncio.sleep(0)
-    assert entered == ["a", "a", "b", "c", "a", "a"]
-    tasks[-1].cancel()
-    big, small = asyncio.create_task(visit("d", 5)), asyncio.create_task(visit("e"))
-    await asyncio.sleep(0)
-    big.cancel()  # what all waited behind has gone
-    gate.release("a", 1)
-    await asyncio.sleep(0.01)
-    assert entered[-1] == "e"
-    await asyncio.gather(*tasks, big, small, return_exceptions=True)
 
 
 # -- batch polls -----------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class Access:
         return _seen(self._ledger.run(run_id), f"run {run_id}", caller, to_use)
 
     def called(self, text: str, caller: Caller) -> RunRow:
-        """The run of this id or name, or the only one whose id begins so."""
+        """The run with this id or name, or the only one whose id starts with it."""
         if self._ledger.run(text) is not None or len(text) < LEAST_PREFIX:
             return self.run(text, caller)
         match self._ledger.runs_called(text, scope_of(caller, "accessible")):

@@ -1,21 +1,20 @@
-"""How long the barriers of each owner take, so that a long one has its turn by owner, as passes do.
+"""Measures how long each owner's barriers (create, save, load) take, for the scheduler's fairness.
 
-A step takes milliseconds; a run of a large rank is created, saved or loaded in a second, and nothing can
-interrupt that: all others wait for it, so its owner is charged for half as much again as it takes. Pure, as
-the scheduler that asks. Knows nothing of what a barrier does.
+A barrier cannot be interrupted and blocks every other run. A long one is therefore charged at 1.5 × its
+duration. Pure. Knows nothing of what a barrier does.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-LONG = 0.03  # seconds, of the barriers of one owner in a round: less is nobody's concern
-TIMES = 1.5  # what a second of a long barrier counts, where one of passes counts 1
-MOST_CHARGED = 5.0  # seconds: the one that an engine was built for does not pay for all of that
+LONG = 0.03  # seconds, of the barriers of one owner in a round; less costs nothing
+TIMES = 1.5  # what a second of a long barrier is charged; one of passes is charged 1
+MOST_CHARGED = 5.0  # seconds: the first barrier does not pay for building the engine
 
 
 class BarrierCosts:
-    """Seconds of barriers, by owner. Steps, which share, are told apart from the rest."""
+    """Seconds spent in barriers, per owner. Steps are counted separately because runs share them."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, bool], float] = {}
@@ -26,14 +25,14 @@ class BarrierCosts:
         self._began, self._together = now, together
 
     def end(self, owner: str, shares: bool, now: float) -> float:
-        """What the owner of a barrier that is done pays for, in seconds; nothing for one that is short."""
+        """What the owner of a finished barrier is charged, in seconds; 0 for a short one."""
         seconds = min(MOST_CHARGED, (now - self._began) / self._together)
         self._last[owner, shares] = seconds
         self._spent[owner] += seconds
         return TIMES * seconds if self._spent[owner] >= LONG else 0.0
 
     def expected(self, owner: str, shares: bool) -> float:
-        """What the next one may take, with those that the owner has had this round."""
+        """What the next one may take, plus those that the owner has had this round."""
         return self._spent[owner] + self._last.get((owner, shares), 0.0)
 
     def begin_round(self) -> None:

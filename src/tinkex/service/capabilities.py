@@ -1,4 +1,4 @@
-"""What a service tells of itself: its settings, its health, its base models and their tokenizers."""
+"""What a service reports about itself: its settings, its health, its base models and their tokenizers."""
 
 from __future__ import annotations
 

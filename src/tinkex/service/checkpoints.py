@@ -14,7 +14,7 @@ from tinkex.service.access import Access, scope_of
 from tinkex.service.activity import Activity
 from tinkex.service.archive import LINK_LIFE, Archives
 from tinkex.service.group_commit import GroupCommit
-from tinkex.service.home import Home
+from tinkex.service.home import Home, free_spare
 from tinkex.service.ledger import Ledger
 from tinkex.service.ledger_file import LedgerFullError
 from tinkex.service.refusal import Caller, Refusal
@@ -109,10 +109,10 @@ class Checkpoints:
         try:
             self._ledger.delete_checkpoint(*row.key)
         except LedgerFullError:
-            self._home.free_spare()
+            free_spare(self._home.root)
             await self._files.remove(row.directory)
             self._ledger.delete_checkpoint(*row.key)
-        await self._disk.synced()  # else a power cut could bring back the row alone
+        await self._disk.synced()  # else a power cut could bring back the row without its files
         await self._files.remove(row.directory)
         await asyncio.to_thread(self._archives.forget, self._home.root / row.directory)
         await self._files.forget_archive(row.directory)  # nor can it be downloaded any more
@@ -134,7 +134,7 @@ class Checkpoints:
         if row.kind != "external_weights":
             raise Refusal(400, "only exported checkpoints (external_weights/NAME) have files to download")
         expires = time.time() + LINK_LIFE
-        # the checksums of encrypted files lie beside them in the open: a client expects encrypted files alone
+        # Their checksums are not encrypted, and a client expects only encrypted files.
         suffix = ".age" if row.encrypted else ""
         urls = await self._files.links(caller, row.directory, expires, suffix=suffix)
         return types.ExternalWeightsUrlsResponse(urls=urls, expires=datetime.fromtimestamp(expires, UTC))

@@ -31,7 +31,7 @@ class ServiceConfig:
     ledger: str | None = None  # a Postgres URL that several servers share, with `store`; None: SQLite
     lease: float = 10.0  # how long a server of a shared ledger may be silent before others take over
     store: str | None = None  # where saved adapters are (`tinkex.store`); None: in the home
-    resume: bool = True  # clients outlive this process: go on with the runs of an earlier one
+    resume: bool = True  # continue the runs of an earlier process: its clients are still there
     durability: Durability = "process"  # what was acknowledged survives a killed process, or a power cut too
     snapshot_steps: int = 20  # optimizer steps between two snapshots of a run
     snapshot_seconds: float = 120.0
@@ -48,17 +48,15 @@ class ServiceConfig:
     gap_patience: float = 60.0
 
     # how much
-    max_rank: int = 1024
-    max_datums: int = 4096  # of one request
     samples_in_flight: int = 288  # sequences of one base model; beyond that, requests wait, fairly by owner
     disk_quota: int | None = None  # bytes of all that is kept in the home; None: what the disk has
-    disk_per_user: int | None = None  # bytes of the sessions of one user; None: no limit of its own
+    disk_per_user: int | None = None  # bytes of the sessions of one user; None: no limit per user
     runs_per_user: int = 256  # live at a time, of one user
     queue_memory: int | None = None  # bytes of passes that wait to be executed; None: no limit
     queue_memory_per_user: int | None = None  # the same, of one user
-    custom_losses: bool = True
+    custom_losses: bool = True  # clients may upload losses; tests turn it off, as other servers have none
 
-    # what the console shows beside metrics
+    # what the console shows besides metrics
     keep_rollouts: float = 0.0  # the share of prompts whose samples are kept, from 0 to 1
     rollout_bytes: int = 64 * 1024 * 1024  # of one run; beyond that the oldest are dropped
     mirrors: tuple[str, ...] = ()  # trackers that get the metrics of every run too: wandb, trackio

@@ -20,8 +20,8 @@ from tinkex.service.served_models import ServedModels, execute
 from tinkex.types import training
 from tinkex.types.base import AnyJson
 from tinkex.types.futures import UntypedAPIFuture
+from tinkex.types.losses import MAX_NODES
 
-MAX_NODES = 2000
 MAX_DEPTH = 32
 _INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 

@@ -1,10 +1,8 @@
 """Futures: accepted requests and their results, until the results have been fetched; and completion feeds.
 
-A result can be fetched more than once, and is kept until it is dropped. A waiting long poll costs one asyncio
-future. A feed tells which samples of a sampler have ended, in that order. A poll returns completions and a
-cursor; the next poll with that cursor acknowledges them. Cursors keep rising after a restart. A file keeps
-the ids of samples not yet fetched. After a crash those are reported as ended: the client asks for the result,
-gets 410, and samples again. Knows nothing of what is computed, nor of who may poll.
+Results stay until fetched or expired. A completion feed lists the finished samples of one sampler, with a
+cursor that also acknowledges earlier ones. After a crash, unfetched samples are reported as finished;
+fetching one returns 410 and the client samples again. Knows nothing of what is computed, nor of who may poll.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class Future:
     outcome: Any = None
     done: bool = False
     finished: float = 0.0
-    mark: int = 0  # the round of group commit before which nobody is told of it, or of its outcome
+    mark: int = 0  # the round of group commit that must end before it, or its outcome, is acknowledged
     delivered: float | None = None  # when it was fetched for the first time
     queue_state: QueueState = ACTIVE
     size: int = 0  # bytes of a large outcome, as far as they can be foreseen
@@ -65,6 +63,20 @@ class Future:
     @property
     def failed(self) -> bool:
         return isinstance(self.outcome, RequestFailedResponse)
+
+    def hold_until(self, mark: int) -> None:
+        self.mark = mark
+
+    def pause(self, why: str) -> None:
+        self.queue_state = "paused_capacity", why
+
+    def resume(self) -> None:
+        self.queue_state = ACTIVE
+
+    def fetch(self) -> Any:
+        """The outcome; from now on it counts as delivered."""
+        self.delivered = self.delivered or time.monotonic()
+        return self.outcome
 
     async def wait(self, seconds: float) -> bool:
         """True once it is done, False after `seconds`."""
@@ -124,11 +136,14 @@ class Futures:
     def __len__(self) -> int:
         return len(self._futures)
 
-    def create(self, owner: str, *, request_id: str | None = None, feed: str = "", size: int = 0) -> Future:
+    def create(
+        self, owner: str, *, request_id: str | None = None, feed: str = "", size: int = 0,
+        mark: int = 0, release: Callable[[], None] | None = None,
+    ) -> Future:  # fmt: skip
         request_id = request_id or f"{self._prefix}-{next(self._count)}"
-        future = self._futures[request_id] = Future(request_id, owner, feed)
+        future = Future(request_id, owner, feed, mark=mark, size=size, release=release)
+        self._futures[request_id] = future
         if size:
-            future.size = size
             self.held[owner] += size
         return future
 
@@ -154,11 +169,8 @@ class Futures:
 
     def large_delivered(self, owner: str, before: float) -> list[str]:
         """Large outcomes of an owner that were fetched before then."""
-        return [
-            i
-            for i, f in self._futures.items()
-            if f.size and f.owner == owner and f.delivered is not None and f.delivered < before
-        ]
+        large = ((i, f.delivered) for i, f in self._futures.items() if f.size and f.owner == owner)
+        return [i for i, delivered in large if delivered is not None and delivered < before]
 
     def expired(self, now: float, keep: float, keep_delivered: float) -> list[str]:
         """Those fetched more than `keep_delivered` seconds ago, or done and not fetched for `keep`."""
@@ -253,10 +265,10 @@ class Completions:
         feed = self._feeds[key]
         if after > self._cursor:  # of an earlier process whose clock was ahead
             after = 0
-        told: list[str] = []
+        acknowledged: list[str] = []
         while feed.events and feed.events[0][0] <= after:
-            told.append(feed.events.popleft()[1])
-        self.fetched(i for i in told if i in self._lost)
+            acknowledged.append(feed.events.popleft()[1])
+        self.fetched(i for i in acknowledged if i in self._lost)
         feed = self._feeds[key]  # it may have been deleted as empty
         if not feed.events:
             await _wait_among(feed.waiters, seconds)
@@ -282,7 +294,7 @@ class Completions:
             part.write_bytes(b"".join(_line(f"+{i} {feed}") for i, feed in self._open.items()))
             part.rename(path)
             self._stale = 0
-        except OSError as error:  # the old file goes on
+        except OSError as error:  # the old file stays in use
             log.error("%s could not be rewritten: %s", path, error)
         with suppress(OSError):
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)

@@ -1,12 +1,9 @@
-"""Group commit: what was written reaches the disk, many writers at a time, before anybody is told.
+"""Group commit: one fsync makes the writes of many callers durable before any of them is acknowledged.
 
-Files and directories are named with `wrote`, and short appends are given to `appended`. All of them reach the
-disk together, round after round; `mark` is the round that covers everything written so far, and `reached`
-waits for it. The event loop never waits for the disk. A named file is synced. Appends to several files take
-one write and one sync of one log instead, `commits-….log` in the home: after a crash `replay` writes them
-into their files again. A file is synced before the log forgets it, and its name is not used for another one
-until then. After a sync that failed nothing is promised any more: the kernel may have dropped the data, and
-would call the next sync a success. Without `power` every mark is 0, and nothing is synced.
+`wrote` registers files, `appended` registers short appends. `mark()` numbers the current round;
+`reached(mark)` waits for it. Appends go to one log, `commits-….log`, which `replay` applies after a crash. A
+file is synced before the log forgets it. After a failed fsync no round succeeds again: the kernel may have
+dropped dirty pages. Without `power` every mark is 0, and nothing is synced.
 """
 
 from __future__ import annotations

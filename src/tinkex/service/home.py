@@ -22,9 +22,26 @@ from tinkex.service.refusal import Refusal
 from tinkex.store import directory_bytes
 
 DISK_RESERVE = 64 * 1024 * 1024  # bytes kept free for the ledger and the journals
-SPARE_BYTES = 1024 * 1024  # of a file that is given up when the disk is full, so that there is room to delete
+SPARE = "spare"  # a file that is given up when the disk is full, so that there is room to delete
+SPARE_BYTES = 1024 * 1024
 TAG = "~"  # in a store, between the name of a directory and what makes its place its own
 DISK_LOOK = 1.0  # seconds for which a reading of the disk's free space is believed
+
+
+def prepare(root: Path) -> None:
+    """Make a home's directory, for its owner alone; on a full disk, make room to open its ledger."""
+    root.mkdir(0o700, parents=True, exist_ok=True)
+    mode = root.stat().st_mode
+    if (root / "ledger.sqlite").exists() and mode & 0o077 and not mode & stat.S_ISVTX:
+        with suppress(OSError):  # another user's
+            root.chmod(0o700)
+    free_spare(root)
+
+
+def free_spare(root: Path) -> None:
+    """On a full disk, give up the spare file: SQLite needs a few pages even to open or to delete."""
+    if shutil.disk_usage(root).free < SPARE_BYTES:
+        (root / SPARE).unlink(missing_ok=True)
 
 
 class Home:
@@ -48,10 +65,6 @@ class Home:
         self._written: defaultdict[str, int] = defaultdict(int)  # counted by `count`; by user, "": by all
         self._measured: dict[str, tuple[float, int, int]] = {}  # when, bytes found, `_written` by then
         root.mkdir(0o700, parents=True, exist_ok=True)
-        mode = root.stat().st_mode
-        if (root / "ledger.sqlite").exists() and mode & 0o077 and not mode & stat.S_ISVTX:
-            with suppress(OSError):  # another user's
-                root.chmod(0o700)
 
     # -- one process at a time ---------------------------------------------------------------------------
 
@@ -109,20 +122,12 @@ class Home:
 
     # -- space -------------------------------------------------------------------------------------------
 
-    @property
-    def _spare(self) -> Path:
-        return self.root / "spare"
-
-    def free_spare(self) -> None:
-        """On a full disk, give up the spare file: SQLite needs a few pages even to open or to delete."""
-        if shutil.disk_usage(self.root).free < SPARE_BYTES:
-            self._spare.unlink(missing_ok=True)
-
     def keep_spare(self) -> None:
-        """Have the spare file again, as soon as there is room for it."""
-        if not self._spare.exists() and shutil.disk_usage(self.root).free >= DISK_RESERVE:
+        """Write the spare file again, as soon as there is room for it."""
+        spare = self.root / SPARE
+        if not spare.exists() and shutil.disk_usage(self.root).free >= DISK_RESERVE:
             with suppress(OSError):
-                self._spare.write_bytes(os.urandom(SPARE_BYTES))  # zeros might take no room
+                spare.write_bytes(os.urandom(SPARE_BYTES))  # zeros might take no room
 
     def check_disk(self, needed: int = 0) -> None:
         """Refuse what the disk has no room for."""
@@ -143,9 +148,10 @@ class Home:
             self._written[whose] += size
 
     async def over_quota(self, more: int, user: str) -> str:
-        """Why there is no room for `more` bytes of `user`; "" if there is. Everything in the home counts.
+        """Return why `user` may not write `more` bytes, or "".
 
-        What was measured a moment ago and counted since will do, unless it says no.
+        Uses the last measurement plus the bytes written since; measures again when that is old or exceeds the
+        quota.
         """
         why = ""
         if self.quota is not None:

@@ -89,7 +89,7 @@ class Imports:
         return self.home.run_dir(f"{session_id}:train:0") / "weights" / ".upload.part"
 
     def _sweep(self) -> None:
-        """Delete uploads that nobody went on with."""
+        """Delete abandoned uploads."""
         long_ago = time.monotonic() - ABANDONED
         for session_id in [one for one, heard in self._heard.items() if heard < long_ago]:
             task = self._tasks.get(session_id)
@@ -106,7 +106,7 @@ class Imports:
     async def import_weights(
         self, request: types.ImportWeightsRequest, caller: Caller
     ) -> types.ImportWeightsResponse:
-        """Begin an import, or ask how it goes: the answer comes when it is done, or after a while."""
+        """Start an import or poll it; returns when it is done or after PATIENCE seconds."""
         check_save(types.SaveWeightsRequest(model_id="", path=request.name, ttl_seconds=request.ttl_seconds))
         session_id = _session_of(request.upload_id, caller)
         for row in self.ledger.checkpoints_of_run(f"{session_id}:train:0"):
@@ -123,16 +123,13 @@ class Imports:
         if (error := task.exception()) is not None:
             if not isinstance(error, Refusal | EngineError | OSError):
                 raise error
-            return types.ImportWeightsResponse(status="failed", error=self._told(session_id, error))
+            return types.ImportWeightsResponse(status="failed", error=self._message(session_id, error))
         return types.ImportWeightsResponse(status="ready", tinker_path=task.result())
 
-    def _told(self, session_id: str, error: BaseException) -> str:
+    def _message(self, session_id: str, error: BaseException) -> str:
         """Why it failed, without the server's paths."""
-        return (
-            str(error)
-            .replace(f"{self._staged(session_id)}/", "")
-            .replace(str(self._staged(session_id)), "the adapter")
-        )
+        staged = str(self._staged(session_id))
+        return str(error).replace(f"{staged}/", "").replace(staged, "the adapter")
 
     async def _import(self, session_id: str, request: types.ImportWeightsRequest, caller: Caller) -> str:
         staged, run_id = self._staged(session_id), f"{session_id}:train:0"
@@ -206,7 +203,7 @@ async def _convert(
 
 
 def _session_of(upload_id: str, caller: Caller) -> str:
-    """The session that holds an import: its caller's own, whatever ids others choose."""
+    """The session that holds an import. Two callers never share one, even if they choose the same id."""
     if not _ID.fullmatch(upload_id):
         raise Refusal(422, f"upload_id must be 16 to 64 letters, digits or '-', got {upload_id!r:.80}")
     return str(uuid.uuid5(_UPLOADS, f"{caller.user}\n{upload_id}"))

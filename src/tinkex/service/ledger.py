@@ -6,6 +6,7 @@ short. Knows nothing of who may see what.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -145,11 +146,16 @@ class Ledger(LedgerFile):
         way = "DESC" if query.descending else "ASC"
         ((total,),) = self._read(f"SELECT count(*) FROM runs WHERE {where}", values)
         order = f"{query.order} IS NULL, {query.order} {way}, created_at DESC, run_id DESC"
-        # First which ones, then their columns: a checksum is computed of what is shown alone.
+        # First the ids, then their columns: checksums are computed only for what is shown.
         chosen = f"SELECT run_id FROM runs WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
         rest = f"WHERE run_id IN ({chosen}) ORDER BY {order}"
         found = self._select(RunRow, rest, [*values, min(limit, MAX_PAGE), min(offset, BIGGEST)])
         return rows.RowPage(found, total)
+
+    def run_ids(self, *, limit: int) -> list[str]:
+        """Everybody's, newest first."""
+        found = self._read("SELECT run_id FROM runs ORDER BY created_at DESC, run_id DESC LIMIT ?", [limit])
+        return [run_id for (run_id,) in found]
 
     def run_models(self, scope: Scope) -> list[str]:
         """The base models that there are runs of."""
@@ -157,14 +163,14 @@ class Ledger(LedgerFile):
         found = self._read(f"SELECT DISTINCT base_model FROM runs WHERE {where} ORDER BY base_model", values)
         return [name for (name,) in found]
 
-    def runs_with_parents(self, scope: Scope, *, limit: int) -> list[RunRow]:
-        """Those that were made from a checkpoint, newest first."""
+    def runs_made_from(self, paths: Iterable[str], scope: Scope, *, limit: int) -> list[RunRow]:
+        """Those that were made from one of these checkpoints, newest first."""
         where, values = within(scope)
-        rest = f"WHERE {where} AND parent IS NOT NULL ORDER BY created_at DESC LIMIT ?"
-        return self._select(RunRow, rest, [*values, limit])
+        rest = f"WHERE {where} AND parent IN {LISTED} ORDER BY created_at DESC LIMIT ?"
+        return self._select(RunRow, rest, [*values, listed(paths), limit])
 
     def runs_called(self, text: str, scope: Scope) -> list[RunRow]:
-        """Those of that name, or whose id begins so: two at most, to tell whether it is one."""
+        """Those with that name, or whose id starts with it; at most two, which shows whether it is one."""
         where, values = within(scope)
         where = f"{where} AND (name = ? OR substr(run_id, 1, ?) = ?)"
         rest = f"WHERE {where} ORDER BY created_at DESC LIMIT 2"
@@ -269,10 +275,14 @@ class Ledger(LedgerFile):
         )
         return [rows.Storage(*total) for total in totals]
 
+    def checkpoint_bytes(self, user: str) -> int:
+        """What the checkpoints of a user take; "": everybody's."""
+        return sum(one.size_bytes for one in self.storage(Scope(user or None)))
+
     # -- usage and audit ---------------------------------------------------------------------------------
 
     def add_usage(self, used: Iterable[rows.UsageRow]) -> None:
-        """Add to what was used; rows that differ in the amount alone become one."""
+        """Add to what was used; rows that differ only in the amount become one."""
         with self.transaction():
             for row in used:
                 self._insert(rows.UsageRow, vars(row), ADD_TO_USAGE)
@@ -288,6 +298,16 @@ class Ledger(LedgerFile):
         )
         return [rows.decode(rows.UsageRow, row) for row in found]
 
+    def usage_by_day(self, start: float, *, limit: int) -> list[tuple[float, str, dict[str, float]]]:
+        """A day's begin, an owner and the amounts by kind: the newest days, and owners by name."""
+        found = self._read(
+            "SELECT day, owner, json_group_object(kind, used) FROM (SELECT hour - hour % 86400 AS day, "
+            "owner, kind, sum(amount) AS used FROM usage WHERE hour >= ? GROUP BY day, owner, kind) "
+            "GROUP BY day, owner ORDER BY day DESC, owner LIMIT ?",
+            [start, limit],
+        )
+        return [(at, owner, json.loads(amounts)) for at, owner, amounts in found]
+
     def add_audit(self, row: rows.AuditRow) -> None:
         self._insert(rows.AuditRow, vars(row))
 
@@ -302,6 +322,11 @@ class Ledger(LedgerFile):
                 where, values = f"{where} AND {clause}", [*values, value]
         return self._select(rows.AuditRow, f"WHERE {where} ORDER BY at, audit_id", values)
 
+    def latest_audit(self, *, limit: int, offset: int) -> list[rows.AuditRow]:
+        """What anybody did, newest first."""
+        rest = "ORDER BY at DESC, audit_id DESC LIMIT ? OFFSET ?"
+        return self._select(rows.AuditRow, rest, [limit, min(offset, BIGGEST)])
+
     # -- API keys ----------------------------------------------------------------------------------------
 
     def _mark_keyed(self) -> None:
@@ -311,7 +336,7 @@ class Ledger(LedgerFile):
 
     @property
     def had_keys(self) -> bool:
-        """Was a key ever made here? Then nobody comes in without one, even if they are all lost."""
+        """Was a key ever made here? Then every caller needs one, even if all of them are lost."""
         return bool(self.keys()) or self._keyed.exists()
 
     def add_key(self, **fields: Any) -> KeyRow:

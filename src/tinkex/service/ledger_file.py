@@ -19,7 +19,7 @@ from tinkex.errors import TinkerError
 from tinkex.service import ledger_schema, rows
 
 BUSY_SECONDS = 5.0  # how long a write waits for another process's (the CLI's) to be done
-MAX_PAGE = 10_000  # rows of one page, whatever is asked for
+MAX_PAGE = 10_000  # rows of one page, also if more are asked for
 BIGGEST = 2**63 - 1  # SQLite's largest integer
 
 Row = TypeVar("Row")
@@ -36,7 +36,7 @@ class LedgerFullError(LedgerError):
 class LedgerFile:
     """The open file, and statements on the tables of `rows.TABLES`."""
 
-    KEYED = "has-keys"  # a file beside the ledger: API keys were made, so that a lost ledger lets nobody in
+    KEYED = "has-keys"  # a file next to the ledger: API keys exist, so an empty ledger admits nobody
 
     def __init__(self, path: Path, wrote: Callable[[Path], None] | None = None, *, new: bool = False) -> None:
         """Open or create, and bring to this version. LedgerError if it cannot be trusted.

@@ -5,11 +5,12 @@ database's version is how many migrations it has seen. To change the schema, app
 a new table also needs a row class in `rows.TABLES`.
 
 In SQLite every row has a checksum over all its other columns. Triggers of the connection keep it: what a
-write changes is added to it, so that the row of a damaged column stays damaged whatever is written to it.
+write changes is added to it, so that a damaged row stays recognisable after later writes.
 """
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -155,7 +156,7 @@ def version(db: sqlite3.Connection) -> int:
 
 
 def migrate(db: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-    """Apply what this database has not seen, each in a transaction of its own."""
+    """Apply what this database has not seen, each in its own transaction."""
     while (seen := version(db)) < len(migrations):
         db.execute("BEGIN IMMEDIATE")
         try:
@@ -176,11 +177,18 @@ def migrate(db: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS
 
 
 def connect(database: str, **options: Any) -> sqlite3.Connection:
-    """A connection whose SQL knows `row_checksum`, and that reads damaged text too."""
+    """A connection whose SQL knows `row_checksum` and `folded`, and that reads damaged text too."""
     db = sqlite3.connect(database, isolation_level=None, **options)
     db.text_factory = partial(str, encoding="utf-8", errors="replace")
     db.create_function("row_checksum", -1, _checksum, deterministic=True)
+    db.create_function("folded", -1, _folded, deterministic=True)
     return db
+
+
+def _folded(*stored: str) -> str:
+    """Texts to search in, in any language; the escapes of stored JSON as the letters they stand for."""
+    text = re.sub(r"\\u([0-9a-f]{4})", lambda found: chr(int(found[1], 16)), " ".join(stored))
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").casefold()
 
 
 def _checksum(*stored: Any) -> int:

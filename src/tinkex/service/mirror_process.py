@@ -1,7 +1,7 @@
 """The process that copies metrics to a tracker: `python -m tinkex.service.mirror_process wandb DIRECTORY`.
 
-It reads a JSON object a line from its standard input, and ends with it. A run of ours is a run there, found
-again by its id. A kind of failure is logged once: the lines it concerns are lost, and nothing else.
+It reads one JSON object per line from its standard input, and ends with it. A run of ours is a run of the
+tracker with the same id. Each kind of failure is logged once; only the lines it concerns are lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies of all runs' metrics in wandb or trackio: each in a process of its own, which nothing waits for.
+"""Copies of all runs' metrics in wandb or trackio: each in its own process, which nothing waits for.
 
 The event loop puts lines into a bounded queue; a thread writes them to the process. What is too much, or
 comes while the process is gone, is dropped. A failure is logged once, and the process is started again later.
@@ -99,7 +99,7 @@ class MetricMirror:
             self._directory.mkdir(parents=True, exist_ok=True)
             place = str(self._directory)
             command = [sys.executable, "-m", "tinkex.service.mirror_process", self.kind, place]
-            # In a session of its own: a Ctrl-C is the server's, which then ends this one in order.
+            # In its own session: Ctrl-C goes to the server, which then ends this process in order.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=child_environment(),
                 start_new_session=True,

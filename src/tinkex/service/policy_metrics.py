@@ -1,9 +1,8 @@
 """Metrics of a pass that the engine does not compute, derived from the request.
 
-They give curves to unmodified programs. A server never sees rewards, only advantages. Datums with the same
-prompt are a group, as in GRPO: if their advantages are centred, they show the spread of the group's rewards
-and, where a reward has two values, the share of the better one. A supervised pass gives the share of tokens
-with a probability above one half. Large passes are subsampled. Pure.
+Datums with equal prompts are a group (as in GRPO). For centred advantages it reports the spread of rewards in
+a group and, for two-valued rewards, the success rate. A supervised pass gives the share of tokens with a
+probability above one half. Large passes are subsampled. Pure.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def _prompt(datum: Datum, begin: int) -> bytes | None:
     """The tokens before the first one that was sampled: targets are one position ahead of the input."""
     try:
         return datum.model_input.to_numpy()[: begin + 1].tobytes()
-    except ValueError:  # an image: what is before the answer is not told by tokens alone
+    except ValueError:  # an image: tokens do not describe the whole prompt
         return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-LOCAL_USER = "local"  # whose the runs of embedded mode are
+LOCAL_USER = "local"  # the owner of the runs of embedded mode
 _LATER = "are accepted at a time; try again in a moment"
 
 

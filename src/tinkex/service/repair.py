@@ -1,7 +1,7 @@
 """Rebuilds a lost or damaged ledger: from what its file still holds, and from the run directories.
 
-Nothing is deleted: the damaged file is kept under another name. A run directory does not say whose it is, so
-what only a directory tells of belongs to one given owner. Keys are only ever taken from the old file.
+Nothing is deleted: the damaged file is kept under another name. A run directory does not name its owner, so
+what is found only there belongs to the given owner. Keys are only ever taken from the old file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.service.group_commit import LOG, replay
-from tinkex.service.home import Home
+from tinkex.service.home import Home, prepare
 from tinkex.service.ledger import FILES, Ledger, salvage
 from tinkex.service.ledger_file import LedgerError
 from tinkex.service.repair_store import from_store
@@ -38,6 +38,7 @@ def repair(root: Path, owner: str, location: str = "") -> Iterator[str]:
     >>> for line in repair(Path("~/.tinkex").expanduser(), owner="ann"):     # doctest: +SKIP
     ...     print(line)
     """
+    prepare(root)
     home, place = Home(root), root / FILES[0]
     home.lock()
     try:
@@ -107,7 +108,7 @@ def _from_directories(home: Home, ledger: Ledger, owner: str) -> Iterator[str]:
 
 
 def _run(directory: Path, run_id: str, owner: str) -> RunRow:
-    """The run of a directory: its journal tells what it was made with, or else a directory of weights."""
+    """The run of a directory: its journal says what it was made with, or else a directory of weights."""
     session_id, _, number = run_id.rpartition(":train:")
     state, base_model, lora, snapshot = "closed", "", None, None
     if (directory / "journal").is_dir():

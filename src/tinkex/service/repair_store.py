@@ -1,9 +1,8 @@
 """Rebuilds rows of a ledger from a store: of saved adapters, and of the runs in the logs of its servers.
 
-A row that exists is never changed, and nothing in the store is deleted. What the store tells of belongs to
-one given owner. In Postgres every rebuilt session belongs to a server that has ended: the next server to
-start takes over from it as from any other, and goes on with its runs. So the logs of all servers are sealed
-first, and one that still runs ends. Files are listed, not read: checksums are verified when they are loaded.
+Existing rows are never changed, and nothing in the store is deleted. Recovered rows belong to the given
+owner. All commit logs are sealed first, which stops servers that still run; the next server to start takes
+the sessions over. Files are listed, not read: checksums are verified when they are loaded.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from tinkex.service.rows import CheckpointKind, CheckpointRow, RunRow, SessionRo
 from tinkex.service.runs.journal import restore
 from tinkex.service.runs.segments import JournalError
 from tinkex.service.runs.snapshots import STORED
+from tinkex.types.checkpoints import FOLDERS
 from tinkex.types.params import LoraConfig
 
-KINDS = ("weights", "sampler_weights", "external_weights")
 LOST_SHARED = (
     "lost, unless Postgres still has it: API keys, and for what was found in the store its owner, project, "
     "names, tags, times to live and publication; also samplers, uploaded losses, usage and the audit log"
@@ -48,12 +47,12 @@ class _Saved(NamedTuple):
 
 
 def repair_shared(url: str, root: str, owner: str) -> Iterator[str]:
-    """Give a Postgres database the rows that its store tells of; yields what was done, line by line."""
+    """Add rows to a Postgres database for what its store holds; yields what was done, line by line."""
     database, written = SharedDatabase(url), list[Statement]()
     try:
         if live := database.live():
             raise InvalidInputError(f"{database.name} has servers that run: stop {', '.join(live)} first")
-        ended = uuid.uuid4().hex[:12]  # whose the sessions are that no log has
+        ended = uuid.uuid4().hex[:12]  # the owner of the sessions that are in no log
         with tempfile.TemporaryDirectory(prefix="tinkex-") as place:
             ledger = MirroredLedger(Path(place), ended, written.extend)
             try:
@@ -113,7 +112,7 @@ def _saved(root: str) -> list[_Saved]:
     found: dict[tuple[str, str, str], _Saved] = {}
     for place, files in sorted(sizes.items()):
         session, *rest = place.split("/")
-        if store.CHECKSUMS not in files or len(rest) != 3 or rest[1] not in KINDS:
+        if store.CHECKSUMS not in files or len(rest) != 3 or rest[1] not in FOLDERS:
             continue
         number, kind, name = rest
         one = _Saved(

@@ -51,6 +51,7 @@ class RunRow:
     created_at: float
     last_request_at: float
     project_id: str | None = None
+    # Its type, the settings of the last step, and the loss of the last pass (`loss_fn`).
     optimizer_config: dict[str, Any] = field(default_factory=lambda: {"type": "adamw"})
     user_metadata: dict[str, Any] | None = None
     corrupted: bool = False
@@ -202,9 +203,9 @@ class RowPage(NamedTuple, Generic[Row]):
 
 
 class Scope(NamedTuple):
-    """Whose rows are asked for: `owner`'s (None: everybody's), and with `project` all of that project too.
+    """The owner of the rows asked for (None: everybody); with `project`, all rows of that project too.
 
-    `also` is another owner, whose rows are taken for the first one's.
+    `also` is another owner, whose rows count as the first one's.
     """
 
     owner: str | None
@@ -229,7 +230,7 @@ class RunQuery:
     descending: bool = True
     active_since: float = 0.0  # a run that has not ended is running if it was asked something since then
     heard_since: float = 0.0  # and interrupted if nothing was heard of its client since then
-    busy: tuple[str, ...] = ()  # runs that are running whatever they were asked
+    busy: tuple[str, ...] = ()  # runs that count as running in any case
 
 
 class FoundSession(NamedTuple):
@@ -250,7 +251,7 @@ class Storage(NamedTuple):
 
 
 def texts(metadata: dict[str, Any] | None) -> dict[str, str]:
-    """Metadata as clients read it back: they accept strings alone."""
+    """Metadata as clients read it back: they accept only strings."""
     return {key: str(value) for key, value in (metadata or {}).items()}
 
 

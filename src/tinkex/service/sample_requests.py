@@ -1,4 +1,4 @@
-"""A sample's request: checked, told apart from others, and turned into work for the engine."""
+"""Validates a sample request, fingerprints it to detect repeats, and converts it to engine work."""
 
 from __future__ import annotations
 
@@ -89,15 +89,7 @@ def sample_work(request: types.SampleRequest, row: SamplerRow) -> SampleWork:
         if strings:
             params = replace(params, stop=[stop for stop in stops if isinstance(stop, int)] or None)
     return SampleWork(
-        request.prompt.to_numpy(),
-        params,
-        row.adapter,
-        request.num_samples,
-        strings,
-        request.prompt_logprobs,
-        request.prompt_logprobs_last_n,
-        request.topk_prompt_logprobs,
-        request.topk_sample_logprobs,
-        request.target_prompt_logprobs,
-        request.prompt_alt_tokens_k,
-    )
+        request.prompt.to_numpy(), params, row.adapter, request.num_samples, strings, request.prompt_logprobs,
+        request.prompt_logprobs_last_n, request.topk_prompt_logprobs, request.topk_sample_logprobs,
+        request.target_prompt_logprobs, request.prompt_alt_tokens_k,
+    )  # fmt: skip

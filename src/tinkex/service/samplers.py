@@ -1,4 +1,4 @@
-"""Sampling sessions, and samples: requests that run beside training, many at a time.
+"""Sampling sessions, and samples: requests that run in parallel with training, many at a time.
 
 Owners share an engine fairly. A published adapter never changes under a sampler, and is loaded again if the
 engine has retired it. Samples are not journaled: after a restart one whose result was not fetched answers
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ from typing import Protocol
 
 from tinkex import tracing
 from tinkex.engine.protocol import Engine, EngineError, EngineLost, SampledTokens, SampleWork
+from tinkex.fair_permits import FewestTokensFirst
 from tinkex.service.access import Access
-from tinkex.service.activity import Activity
+from tinkex.service.activity import Activity, own_run
 from tinkex.service.adapter_cache import AdapterCaches, adapter_name
 from tinkex.service.config import ServiceConfig
-from tinkex.service.fair_semaphore import FairSemaphore
-from tinkex.service.futures import ACTIVE, Completions, Future, Futures, failure
+from tinkex.service.futures import Completions, Future, Futures, failure
 from tinkex.service.group_commit import GroupCommit
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Caller, Refusal
@@ -36,10 +36,9 @@ from tinkex.types import sampling as types
 from tinkex.types.futures import RequestFailedResponse, UntypedAPIFuture
 from tinkex.types.outputs import MAX_SAMPLE_BYTES, NewTokens, SampleResponse
 
-CLONE_STRIDE = 1_000_000_000
 PART = 64  # samples; a larger request is sampled in parts
 MAX_HELD = 4 * MAX_SAMPLE_BYTES  # of one owner's samples that list likely tokens or score prompts
-LOST_ANSWER = 10.0  # seconds for which a large result that was fetched is kept, whatever it takes
+LOST_ANSWER = 10.0  # seconds for which a large result is kept after it was fetched
 REMEMBERED = 100_000  # seq ids, for recognising repeats
 STOPPING = "the server is stopping: sample anew"
 Outcome = SampleResponse | RequestFailedResponse
@@ -55,7 +54,7 @@ class SampleObserver(Protocol):
 
 
 @dataclass(slots=True)
-class _Sample:
+class RunningSample:
     """A request under way."""
 
     future: Future
@@ -83,19 +82,20 @@ class Samplers:
     _observers: Sequence[SampleObserver]
 
     def __post_init__(self) -> None:
-        self._permits: dict[str, FairSemaphore] = {}  # by base model
+        self._permits: dict[str, FewestTokensFirst] = {}  # by base model
         self._repeats: OrderedDict[tuple[str, int, int], str] = OrderedDict()  # their request ids
         self._used_at: dict[str, float] = {}  # unnamed samplers
-        self._running: dict[str, asyncio.Task[None]] = {}  # samples, by request id
+        self._running: dict[str, tuple[asyncio.Task[None], RunningSample]] = {}  # by request id
         self._removals: set[asyncio.Task[None]] = set()
         self._stopped = False
 
-    def _permits_of(self, model: ServedModel) -> FairSemaphore:
-        """No more than the engine decodes at once: then whoever is admitted does not wait there."""
+    def _permits_of(self, model: ServedModel) -> FewestTokensFirst:
+        """As many as the engine decodes at once: a sample that is admitted does not wait there."""
         if model.name not in self._permits:
             permits = min(self.config.samples_in_flight, self.config.engine.max_batch)
-            placement = self.config.placements.get(model.name)
-            self._permits[model.name] = FairSemaphore(permits * (placement.max_samplers if placement else 1))
+            if (placement := self.config.placements.get(model.name)) is not None:
+                permits *= placement.max_samplers
+            self._permits[model.name] = FewestTokensFirst(permits)
         return self._permits[model.name]
 
     # -- sampling sessions -------------------------------------------------------------------------------
@@ -163,8 +163,9 @@ class Samplers:
         if size:
             self._check_held(caller.user, size)
         future = self._promise(row, request, caller, size)
-        work = self._run(_Sample(future, row, model, request, pieces))
-        self._running[future.request_id] = asyncio.get_running_loop().create_task(work)
+        sample = RunningSample(future, row, model, request, pieces)
+        task = asyncio.get_running_loop().create_task(self._run(sample))
+        self._running[future.request_id] = task, sample
         if key is not None:
             self._repeats[key] = future.request_id
             if len(self._repeats) > REMEMBERED:
@@ -173,8 +174,8 @@ class Samplers:
 
     def cancel(self, future: Future) -> None:
         """Stop a sample, if it is running."""
-        if (task := self._running.pop(future.request_id, None)) is not None:
-            task.cancel()
+        if (running := self._running.pop(future.request_id, None)) is not None:
+            running[0].cancel()
             # Not left to the task: one that has not begun would do nothing.
             self._resolve(future, failure("cancelled", "user"))
 
@@ -187,13 +188,13 @@ class Samplers:
         if request.sampling_session_id is None:
             return self._describe("", "", request.base_model, request.model_path, caller)
         row = self._access.sampler(request.sampling_session_id, caller)
-        self._activity.heard_of(row.session_id)
+        self._activity.heard_of(row.session_id, own_run(row))
         if row.unnamed:
             self._used_at[row.sampler_id] = time.time()
         return row
 
     def _check_held(self, owner: str, size: int) -> None:
-        """Refuse for now what an owner has no room for, beside its results that are pending or kept."""
+        """Refuse, for now, a result for which the owner's pending and kept results leave no room."""
         futures = self._futures
         if futures.held[owner] + size > MAX_HELD:
             old = futures.large_delivered(owner, time.monotonic() - LOST_ANSWER)
@@ -205,7 +206,7 @@ class Samplers:
     def _promise(self, row: SamplerRow, request: types.SampleRequest, caller: Caller, size: int) -> Future:
         if not row.sampler_id:
             return self._futures.create(caller.user, size=size)
-        feed = f"{row.sampler_id}#{(request.seq_id or 0) // CLONE_STRIDE}"
+        feed = f"{row.sampler_id}#{(request.seq_id or 0) // types.CLONE_STRIDE}"
         future = self._futures.create(caller.user, feed=feed, size=size)
         self._completions.begin(feed, future.request_id)
         return future
@@ -216,7 +217,7 @@ class Samplers:
             if future.feed:
                 self._completions.end(future.feed, future.request_id, failed=future.failed)
 
-    async def _run(self, sample: _Sample) -> None:
+    async def _run(self, sample: RunningSample) -> None:
         started, future = time.monotonic(), sample.future
         try:
             self._resolve(future, await self._sampled(sample))
@@ -236,7 +237,7 @@ class Samplers:
             for observer in self._observers:
                 observer.sampled(sample.row, seconds, future.outcome, sample.request)
 
-    async def _sampled(self, sample: _Sample) -> SampleResponse:
+    async def _sampled(self, sample: RunningSample) -> SampleResponse:
         """Sample; if the engine is lost, sample again on the next one."""
         while True:
             engine = sample.model.engine or await self._loaded(sample)
@@ -246,23 +247,23 @@ class Samplers:
                 sample.model.lose_engine(str(error), engine)
             del engine  # it must be free before the next one is built
 
-    async def _loaded(self, sample: _Sample) -> Engine:
-        sample.future.queue_state = "paused_capacity", f"the base model {sample.model.name} is being loaded"
+    async def _loaded(self, sample: RunningSample) -> Engine:
+        sample.future.pause(f"the base model {sample.model.name} is being loaded")
         engine = await sample.model.load()
-        sample.future.queue_state = ACTIVE
+        sample.future.resume()
         check_sample(sample.request, engine.info.max_context)  # it may not have been known before
         return engine
 
-    def _sample_on(self, engine: Engine, sample: _Sample) -> Awaitable[SampleResponse]:
+    def _sample_on(self, engine: Engine, sample: RunningSample) -> Awaitable[SampleResponse]:
         work, permits = sample_work(sample.request, sample.row), self._permits_of(sample.model)
         if work.num_samples <= min(PART, permits.most):
             return self._sample_part(engine, sample, work, permits)
         return self._sample_in_parts(engine, sample, work, permits)
 
     async def _sample_in_parts(
-        self, engine: Engine, sample: _Sample, work: SampleWork, permits: FairSemaphore
+        self, engine: Engine, sample: RunningSample, work: SampleWork, permits: FewestTokensFirst
     ) -> SampleResponse:
-        """Sample a large request such that other owners have their turn in between."""
+        """Sample a large request in parts: other owners have their turn in between."""
         works = sample_parts(work, min(PART, permits.most))
         parts = [self._sample_part(engine, sample, part, permits) for part in works]
         tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
@@ -275,7 +276,7 @@ class Samplers:
         return replace(responses[0], sequences=[one for part in responses for one in part.sequences])
 
     async def _sample_part(
-        self, engine: Engine, sample: _Sample, work: SampleWork, permits: FairSemaphore
+        self, engine: Engine, sample: RunningSample, work: SampleWork, permits: FewestTokensFirst
     ) -> SampleResponse:
         """Wait for permits among other owners' samples, have the adapter published, and sample."""
         row, count = sample.row, work.num_samples
@@ -284,10 +285,9 @@ class Samplers:
         traced = tracing.is_on()
         if traced or not permits.try_acquire(row.owner, count, tokens):
             with tracing.span("scheduler sample", within=True):
-                why = f"{permits.waiting() + 1} requests wait for room to be sampled"
-                sample.future.queue_state = "paused_capacity", why
+                sample.future.pause(f"{len(permits) + 1} requests wait for room to be sampled")
                 await permits.acquire(row.owner, count, tokens)
-                sample.future.queue_state = ACTIVE
+                sample.future.resume()
         try:
             if adapters is not None:
                 await adapters.acquire(row)
@@ -303,7 +303,7 @@ class Samplers:
             permits.release(row.owner, count, tokens)
 
     def _count(self, row: SamplerRow, request: types.SampleRequest, response: Outcome) -> None:
-        if not isinstance(response, SampleResponse) or not row.session_id:
+        if not isinstance(response, SampleResponse):
             return
         cached, sampled = response.prompt_cache_hit_tokens, 0
         for sequence in response.sequences:
@@ -338,17 +338,25 @@ class Samplers:
                 self._removals.add(removal)  # it ends when no sample uses the adapter any more
                 removal.add_done_callback(self._removals.discard)
         if row.adapter_dir is not None:
-            await self._disk.synced()  # else a power cut could bring back the row alone
+            await self._disk.synced()  # else a power cut could bring back the row without its files
             await self._files.remove(row.adapter_dir)
 
     @property
     def running(self) -> list[asyncio.Task[None]]:
-        return list(self._running.values())
+        return [task for task, _ in self._running.values()]
+
+    def under_way(self) -> dict[str, list[RunningSample]]:
+        """The samples that runs' own sessions draw from them, by run."""
+        found: defaultdict[str, list[RunningSample]] = defaultdict(list)
+        for _, sample in self._running.values():
+            if (run_id := own_run(sample.row)) is not None:
+                found[run_id].append(sample)
+        return found
 
     async def stop(self) -> None:
-        """Cancel what is being sampled, and refuse what comes after; clients that wait are told."""
+        """Cancel what is being sampled, and refuse what comes after; waiting clients get a failure."""
         self._stopped = True
-        tasks = [*self._running.values(), *self._removals]
+        tasks = [*self.running, *self._removals]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -358,7 +366,7 @@ def sequence_ids(request_id: str, count: int) -> list[str]:
     return [f"{request_id}.{n}" for n in range(count)]
 
 
-async def _stream(engine: Engine, sample: _Sample, work: SampleWork) -> SampleResponse:
+async def _stream(engine: Engine, sample: RunningSample, work: SampleWork) -> SampleResponse:
     assert sample.pieces is not None
     try:
         async with aclosing(engine.sampler.stream(work)) as events:

@@ -1,9 +1,9 @@
 """The directories of saved adapters: in the home, or in a store that the home only stages for.
 
-A place is a relative path, as the ledger keeps it. In a store every save has a place of its own, written once
-(`runs/S/train-0/weights/NAME~1a2b3c4d`), so that whoever writes late harms nobody. The engine reads and
-writes directories of this machine; uploads and downloads are done on threads beside it, and checksums are
-verified. Knows nothing of rows or of who may read what.
+A place is a relative path, as the ledger keeps it. In a store every save has its own place, written once
+(`runs/S/train-0/weights/NAME~1a2b3c4d`), so that a late write by an old owner does no harm. The engine reads
+and writes directories of this machine; uploads and downloads are done on threads, and checksums are verified.
+Knows nothing of rows or of who may read what.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SavedFiles:
     # -- links -------------------------------------------------------------------------------------------
 
     async def links(self, caller: Caller, place: str, expires: float, *, suffix: str = "") -> dict[str, str]:
-        """A link to each file at `place` whose name ends so, by its name."""
+        """A link to each file at `place` whose name ends with `suffix`, by its name."""
 
         def sign() -> dict[str, str]:
             names = sorted(name for name in store.files(self.location(place)) if name.endswith(suffix))

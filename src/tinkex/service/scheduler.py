@@ -1,6 +1,6 @@
 """What the trainer of one base model executes next. Pure: no I/O, no clock, no engine, no futures.
 
-Requests of a run are executed in seq-id order, whatever order they arrive in; a repeated seq id is the same
+Requests of a run are executed in seq-id order, not in the order of arrival; a repeated seq id is the same
 request; a gap is waited for and then given up for good. Passes of different runs share a batch. Owners are
 served fairly, by tokens; of the runs of one owner, the one that waited longest since its last turn is next.
 
@@ -9,10 +9,9 @@ one may make a pass ready that can join the batch; but one that takes long waits
 less has anything ready. An owner is charged for each micro-batch: more for tokens that take longer than the
 usual, and for barriers by their time.
 
-Runs that train step by step send their next request a few milliseconds after their last result. So that they
-share a batch, one waits for runs that are due, judged by their last pause: for at most 1/PART of what the
-last micro-batch took, and once for a run that does not come back. So one waits for an owner who was served
-less.
+Runs usually send their next request a few ms after the last result. The scheduler waits briefly for such
+runs so that they share a batch: at most 1/PART of the last micro-batch's duration. It waits in the same way
+for an owner who has been served less.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from itertools import chain, count
 from tinkex.service.barrier_costs import LONG, BarrierCosts
 
 BATCH_TOKENS = 65536  # of passes executed together
-SHARED_TOKENS = 512  # with which any owner may join a batch; with more only if its first owner has as many
+SHARED_TOKENS = 512  # any owner may join a batch with so many; with more, if its first owner has as many
 LEAST_CHARGE = 128  # tokens that a pass counts as, at least: its fixed cost
 BARRIERS_A_ROUND = 8  # of one owner, between two batches
 REMEMBERED = 4096  # seq ids of a run, for recognising repeats
@@ -90,7 +89,7 @@ class OrderedRequests:
 
     @property
     def next_free(self) -> int:
-        """The seq id of a request whose client does not number them: after all there are."""
+        """The seq id of a request whose client does not number them: the next one after all others."""
         return max([self.next_seq - 1, *self.waiting]) + 1
 
     def judge(self, seq_id: int, digest: bytes) -> tuple[Verdict, str]:
@@ -170,7 +169,7 @@ class Scheduler:
             self._costs.forget(queue.owner)
 
     def withdraw(self, run: str, now: float) -> list[list[QueuedRequest]]:
-        """Forget what a run has waiting, and the batches under way that are its alone; returns those."""
+        """Forget a run's waiting requests, and its batches under way without other runs; returns those."""
         queue = self._runs[run]
         queue.waiting.clear()
         queue.watch_gap(now)

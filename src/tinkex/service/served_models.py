@@ -252,7 +252,7 @@ class ServedModel:
     def _describe(self) -> ModelFacts | None:
         try:
             return describe(replace(self._config, model=str(self.place)))
-        except Exception as error:  # who loads it is told why
+        except Exception as error:  # `load` reports why
             log.debug("nothing is known of %s: %s", self.name, error)
             return None
 
@@ -308,7 +308,7 @@ class ServedModels:
         return model
 
     def find(self, name: str) -> ServedModel:
-        """The base model called `name`; what follows a colon is a variant of it that we do not tell apart."""
+        """The base model called `name`; a suffix after a colon, which names a variant, is ignored."""
         if (model := self._models.get(name)) is not None:  # nearly always
             return model
         config, given = self._config, tuple(dict.fromkeys((name, name.partition(":")[0])))
@@ -355,7 +355,7 @@ class ServedModels:
             yield from (part for part in model.trainers if part is not model)
 
     def begin_closing(self) -> None:
-        """Load no engine from now on; that the present ones end is expected."""
+        """Load no engine from now on; the present ones are expected to end."""
         for model in self._parts():
             model.closing = True
 

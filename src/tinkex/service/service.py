@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,24 +28,24 @@ from tinkex.service.checkpoints import Checkpoints
 from tinkex.service.config import ServiceConfig
 from tinkex.service.custom_losses import CustomLosses
 from tinkex.service.futures import SAMPLES, Completions, Futures
-from tinkex.service.group_commit import GroupCommit, replay
-from tinkex.service.home import Home
+from tinkex.service.group_commit import GroupCommit
+from tinkex.service.home import Home, prepare
 from tinkex.service.imports import Imports
 from tinkex.service.ledger import Ledger
-from tinkex.service.ledger_file import LedgerError, LedgerFullError
+from tinkex.service.ledger_file import LedgerError
 from tinkex.service.mirrors import MetricMirrors
 from tinkex.service.peers import Peers
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.service.rollouts import RolloutRecorder
-from tinkex.service.rows import RunRow, Scope
 from tinkex.service.run_listing import RunListing
 from tinkex.service.run_metrics import RunMetrics
 from tinkex.service.run_upkeep import RunUpkeep
 from tinkex.service.runs.accept import TrainingRequests
+from tinkex.service.runs.crash_recovery import recover
 from tinkex.service.runs.execution import Barriers
 from tinkex.service.runs.journal import JournalError
 from tinkex.service.runs.manager import RunManager
-from tinkex.service.runs.saving import SAVES, Saves
+from tinkex.service.runs.saving import Saves
 from tinkex.service.runs.snapshots import Snapshots
 from tinkex.service.runs.training_loop import TrainingObserver
 from tinkex.service.sample_events import SampleEvents
@@ -64,18 +62,21 @@ from tinkex.wire import ops
 from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex.service")
-# What adds to the ledger and does not look at the quota itself, as passes, saves, copies and losses do.
-GROWS = {
-    "create_session", "create_model", "load_weights", "create_sampling_session", "assign_session_project",
-    "export_session_trace",
+# Operations that add to the ledger and do not check the quota themselves.
+_GROWS = {
+    ops.CREATE_SESSION, ops.CREATE_MODEL, ops.LOAD_WEIGHTS, ops.CREATE_SAMPLING_SESSION,
+    ops.ASSIGN_SESSION_PROJECT, ops.EXPORT_SESSION_TRACE,
 }  # fmt: skip
-# Operations that promise nothing to be kept over a power cut, besides those that only GET something.
-_UNKEPT = {
-    "session_heartbeat", "search_sessions", "get_client_config", "get_dynamic_config", "send_telemetry",
-    "get_info", "get_weights_info", "unload_model", "sample", "log_run_metrics",
-    "retrieve_future", "retrieve_futures", "cancel_future",
-    # These wait for the disk by themselves.
-    "create_model", "load_weights", "forward", "forward_backward", "optim_step", *SAVES,
+# Operations after which `call` does not wait for the disk.
+_NOT_SYNCED = {
+    # They promise nothing that must survive a power cut.
+    *(op for op in ops.OPS.values() if op.method == "GET"),
+    ops.SESSION_HEARTBEAT, ops.SEARCH_SESSIONS, ops.GET_CLIENT_CONFIG, ops.GET_DYNAMIC_CONFIG,
+    ops.SEND_TELEMETRY, ops.GET_INFO, ops.GET_WEIGHTS_INFO, ops.UNLOAD_MODEL, ops.SAMPLE,
+    ops.LOG_RUN_METRICS, ops.RETRIEVE_FUTURE, ops.RETRIEVE_FUTURES, ops.CANCEL_FUTURE,
+    # They wait by themselves.
+    ops.CREATE_MODEL, ops.LOAD_WEIGHTS, ops.FORWARD, ops.FORWARD_BACKWARD, ops.OPTIM_STEP,
+    ops.SAVE_WEIGHTS, ops.SAVE_WEIGHTS_FOR_SAMPLER, ops.SAVE_WEIGHTS_EXTERNAL,
 }  # fmt: skip
 
 Method = Callable[[Any, Caller], Awaitable[Any]]
@@ -111,18 +112,20 @@ class Service:
         self.peers = peers = None if server is None else server.peers
         if config.ledger is not None and peers is None:
             self.peers = peers = Peers(config, "")
-        self.home = home = Home(
-            config.home if peers is None else peers.directory, config.disk_quota, config.disk_per_user,
-            self._sessions_of, self._stored_bytes,
-        )  # fmt: skip
-        home.free_spare()
         if peers is None:
-            self.disk = disk = GroupCommit(config.home, power=config.durability == "power")
-            self.ledger = ledger = Ledger(config.home / "ledger.sqlite", disk.wrote)
-            for directory in (config.home, config.home.parent):  # they name the ledger's files, and the home
+            root = config.home
+            prepare(root)
+            disk = GroupCommit(root, power=config.durability == "power")
+            ledger = Ledger(root / "ledger.sqlite", disk.wrote)
+            for directory in (root, root.parent):  # they name the ledger's files, and the home
                 disk.wrote(directory)
         else:
-            self.disk, self.ledger = disk, ledger = peers.commit, peers.ledger
+            root, disk, ledger = peers.directory, peers.commit, peers.ledger
+        self.disk, self.ledger = disk, ledger
+        location = config.store or str(config.home)
+        # In a store, checkpoints count by their rows; in the home, their files are measured.
+        stored: Callable[[str], int] = (lambda user: 0) if location == str(root) else ledger.checkpoint_bytes
+        self.home = home = Home(root, config.disk_quota, config.disk_per_user, ledger.sessions_of, stored)
         owns: Callable[[str], bool] = (lambda session_id: True) if peers is None else peers.owns
         wrote: Callable[[Path], None] = (lambda path: None) if peers is None else peers.commit.wrote
         self.models = models = ServedModels(config, build)
@@ -130,7 +133,7 @@ class Service:
         self.archives = archives = Archives(home)
         link = archives.link if server is None else server.link
         observers = [] if server is None else [server.observer]
-        self.files = files = SavedFiles(home, config.store or str(config.home), link)
+        self.files = files = SavedFiles(home, location, link)
         self.activity = activity = Activity(ledger)
         self.access = access = Access(
             ledger, activity, (lambda token: None) if server is None else server.opened_by
@@ -139,7 +142,7 @@ class Service:
         self.mirrors = mirrors = MetricMirrors(config.mirrors, home.root)
         self.metrics = metrics = RunMetrics(home, access, ledger, wrote, mirrors)
         self.rollouts = rollouts = RolloutRecorder(
-            home, config.keep_rollouts, config.rollout_bytes, metrics.steps_of
+            home, ledger, config.keep_rollouts, config.rollout_bytes, metrics.steps_of
         )
         self.completions = Completions(home.root / SAMPLES if config.resume else None, wrote)
         adapters = AdapterCaches(home, files, access)
@@ -155,7 +158,7 @@ class Service:
         )
         self.samplers = samplers = Samplers(
             config, ledger, files, disk, access, activity, models, futures, self.completions, adapters,
-            [traces, rollouts, *observers],
+            [traces, metrics, rollouts, *observers],
         )  # fmt: skip
         self._losses = losses = CustomLosses(ledger, home, access, models, futures)
         self.sessions = sessions = Sessions(
@@ -165,7 +168,7 @@ class Service:
             ledger, home, disk, access, activity, archives, files, owns
         )
         imports = Imports(ledger, home, files, access, activity, models)
-        listing = RunListing(config, ledger, access, activity, models, self.runs, metrics)
+        listing = RunListing(config, ledger, access, activity, models, self.runs, samplers, metrics)
         changes = RunUpkeep(ledger, home, disk, access, activity, self.runs, metrics, checkpoints, files)
         self.billing = billing = Billing(ledger, activity)
         self.upkeep = Upkeep(
@@ -173,47 +176,71 @@ class Service:
             metrics, traces, billing, peers, self.flush, self.expire_results,
         )  # fmt: skip
         capabilities = Capabilities(config, models, server is not None)
-        methods: list[Method] = [
-            sessions.create_session, sessions.session_heartbeat, sessions.finish_session,
-            sessions.list_sessions, sessions.get_session, sessions.assign_session_project,
-            sessions.search_sessions, traces.export_session_trace, metrics.get_run_metrics,
-            metrics.log_run_metrics, changes.update_run, changes.delete_run,
-            training.create_model, training.load_weights, training.forward, training.forward_backward,
-            training.optim_step, training.unload_model, listing.get_info, listing.get_training_run,
-            listing.list_training_runs, losses.create_custom_loss, samplers.sample, imports.upload_weights,
-            samplers.create_sampling_session, samplers.join_sampling_session, samplers.get_sampler,
-            self.upkeep.delete_session, self.retrieve_future, self.retrieve_futures, self.cancel_future,
-            checkpoints.get_weights_info, checkpoints.copy_weights, checkpoints.list_checkpoints,
-            checkpoints.list_user_checkpoints, checkpoints.publish_checkpoint, imports.import_weights,
-            checkpoints.unpublish_checkpoint, checkpoints.set_checkpoint_ttl, checkpoints.delete_checkpoint,
-            checkpoints.get_external_weights_urls, checkpoints.get_checkpoint_archive_url,
-            billing.get_audit_log, billing.get_billing_usage, billing.get_current_checkpoint_storage_usage,
-            capabilities.get_client_config, capabilities.get_dynamic_config, capabilities.get_health,
-            capabilities.get_server_capabilities, capabilities.get_tokenizer_file,
-            capabilities.send_telemetry,
-        ]  # fmt: skip
-        keys = dict.fromkeys(["get_auth_token", "get_api_key", "delete_api_key"], capabilities.no_keys)
-        of_saves = dict.fromkeys(SAVES, training.save)
-        self._methods: dict[str, Method] = {method.__name__: method for method in methods} | of_saves | keys
-        self._looks = _UNKEPT | {op.name for op in ops.OPS.values() if op.method == "GET"}
+        self._methods: dict[Op[Any, Any], Method] = {
+            ops.CREATE_SESSION: sessions.create_session,
+            ops.SESSION_HEARTBEAT: sessions.session_heartbeat,
+            ops.FINISH_SESSION: sessions.finish_session,
+            ops.LIST_SESSIONS: sessions.list_sessions,
+            ops.GET_SESSION: sessions.get_session,
+            ops.SEARCH_SESSIONS: sessions.search_sessions,
+            ops.ASSIGN_SESSION_PROJECT: sessions.assign_session_project,
+            ops.DELETE_SESSION: self.upkeep.delete_session,
+            ops.EXPORT_SESSION_TRACE: traces.export_session_trace,
+            ops.CREATE_MODEL: training.create_model,
+            ops.UNLOAD_MODEL: training.unload_model,
+            ops.FORWARD: training.forward,
+            ops.FORWARD_BACKWARD: training.forward_backward,
+            ops.OPTIM_STEP: training.optim_step,
+            ops.SAVE_WEIGHTS: training.save,
+            ops.SAVE_WEIGHTS_FOR_SAMPLER: training.save,
+            ops.SAVE_WEIGHTS_EXTERNAL: training.save,
+            ops.LOAD_WEIGHTS: training.load_weights,
+            ops.CREATE_CUSTOM_LOSS: losses.create_custom_loss,
+            ops.GET_INFO: listing.get_info,
+            ops.GET_TRAINING_RUN: listing.get_training_run,
+            ops.LIST_TRAINING_RUNS: listing.list_training_runs,
+            ops.GET_RUN_METRICS: metrics.get_run_metrics,
+            ops.LOG_RUN_METRICS: metrics.log_run_metrics,
+            ops.UPDATE_RUN: changes.update_run,
+            ops.DELETE_RUN: changes.delete_run,
+            ops.UPLOAD_WEIGHTS: imports.upload_weights,
+            ops.IMPORT_WEIGHTS: imports.import_weights,
+            ops.GET_WEIGHTS_INFO: checkpoints.get_weights_info,
+            ops.COPY_WEIGHTS: checkpoints.copy_weights,
+            ops.LIST_CHECKPOINTS: checkpoints.list_checkpoints,
+            ops.LIST_USER_CHECKPOINTS: checkpoints.list_user_checkpoints,
+            ops.PUBLISH_CHECKPOINT: checkpoints.publish_checkpoint,
+            ops.UNPUBLISH_CHECKPOINT: checkpoints.unpublish_checkpoint,
+            ops.SET_CHECKPOINT_TTL: checkpoints.set_checkpoint_ttl,
+            ops.DELETE_CHECKPOINT: checkpoints.delete_checkpoint,
+            ops.GET_EXTERNAL_WEIGHTS_URLS: checkpoints.get_external_weights_urls,
+            ops.GET_CHECKPOINT_ARCHIVE_URL: checkpoints.get_checkpoint_archive_url,
+            ops.CREATE_SAMPLING_SESSION: samplers.create_sampling_session,
+            ops.JOIN_SAMPLING_SESSION: samplers.join_sampling_session,
+            ops.GET_SAMPLER: samplers.get_sampler,
+            ops.SAMPLE: samplers.sample,
+            ops.RETRIEVE_FUTURE: self.retrieve_future,
+            ops.RETRIEVE_FUTURES: self.retrieve_futures,
+            ops.CANCEL_FUTURE: self.cancel_future,
+            ops.GET_AUDIT_LOG: billing.get_audit_log,
+            ops.GET_BILLING_USAGE: billing.get_billing_usage,
+            ops.GET_CURRENT_CHECKPOINT_STORAGE_USAGE: billing.get_current_checkpoint_storage_usage,
+            ops.GET_CLIENT_CONFIG: capabilities.get_client_config,
+            ops.GET_DYNAMIC_CONFIG: capabilities.get_dynamic_config,
+            ops.GET_HEALTH: capabilities.get_health,
+            ops.GET_SERVER_CAPABILITIES: capabilities.get_server_capabilities,
+            ops.GET_TOKENIZER_FILE: capabilities.get_tokenizer_file,
+            ops.SEND_TELEMETRY: capabilities.send_telemetry,
+            ops.GET_AUTH_TOKEN: capabilities.no_keys,
+            ops.GET_API_KEY: capabilities.no_keys,
+            ops.DELETE_API_KEY: capabilities.no_keys,
+        }
 
     async def start(self) -> None:
         """Take the home, and go on with what an earlier process left."""
         try:
             self.home.lock()
-            await asyncio.to_thread(replay, self.home.root)
-            await asyncio.to_thread(self.home.clear_unfinished)
-            await asyncio.to_thread(self.files.clear_unfinished)
-            await asyncio.to_thread(self.archives.sweep)
-            if self.config.preload:  # first: if it fails, unanswered requests must wait for a better start
-                await self.models.load_all()
-            self.completions.restore()
-            if self.peers is None:
-                await self._recover()
-            else:  # with models loaded: a lease must be renewed from its beginning
-                await self.peers.start()
-                await self.peers.take_over(self._adopt)
-                self.peers.keep(self._adopt)
+            await recover(self)
         except BaseException:
             self.home.unlock()
             raise
@@ -222,38 +249,8 @@ class Service:
         self.ready = True
 
     async def look(self) -> None:
-        """Use the home beside the process that serves it: to list and tidy up, not to compute."""
+        """Use a home that another process serves: to list and tidy up, not to compute."""
         self.ready = True
-
-    async def _adopt(self, sessions: list[str], samples: list[Path]) -> None:
-        """Go on with the sessions of another server, whose files are here now."""
-        for path in samples:
-            self.completions.adopt(path)
-        for row in [run for session in sessions for run in self.ledger.runs_of_session(session)]:
-            if self._is_over(row):
-                self.sessions.ended.add(row.session_id)
-            elif row.state == "live" and not row.corrupted:
-                await self.runs.go_on(row)
-
-    def _is_over(self, row: RunRow) -> bool:
-        """Has its session ended, so that its files are to be deleted?"""
-        session = self.ledger.session(row.session_id)
-        return session is None or session.status["type"] != "active"
-
-    async def _recover(self) -> None:
-        """Open the runs with unanswered requests, and note which sessions' files are to be deleted.
-
-        On a full disk the ledger is not told what became of a run: the next start finds it again.
-        """
-        if not self.config.resume:
-            with suppress(LedgerFullError):
-                self.sessions.end_all()
-        for row in self.ledger.runs_in_state("live", "evicted"):
-            if self._is_over(row):
-                self.sessions.ended.add(row.session_id)
-            elif row.state == "live" and not row.corrupted:
-                with suppress(LedgerFullError):
-                    await self.runs.recover(row)
 
     async def stop(self) -> None:
         """Finish what is being executed, snapshot runs, and let go of the home."""
@@ -287,20 +284,20 @@ class Service:
 
     async def call(self, op: Op[Any, Any], request: Any, caller: Caller) -> Any:
         """Do one operation."""
-        method = self._methods.get(op.name)
+        method = self._methods.get(op)
         if method is None:
             raise Refusal(404, f"this service does not offer {op.name}")
         try:
             if self.peers is not None:
                 await self.peers.check(op, request)
-            if op.name in GROWS and self.home.limited:
+            if op in _GROWS and self.home.limited:
                 await self._check_quota(request, caller)
             if not tracing.is_on():
                 answer = await method(request, caller)
             else:
                 with tracing.span(f"service {op.name}", within=True):
                     answer = await method(request, caller)
-            if op.name not in self._looks:
+            if op not in _NOT_SYNCED:
                 await self.disk.synced()
             return answer
         except (InvalidInputError, DamagedError) as error:
@@ -311,15 +308,6 @@ class Service:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise Refusal(503, f"the server's disk is full ({op.name}); nothing was lost") from error
-
-    def _sessions_of(self, user: str) -> list[str]:
-        return self.ledger.sessions_of(user)
-
-    def _stored_bytes(self, user: str) -> int:
-        """What a user's checkpoints take in a store; "": everybody's. In the home, its files are measured."""
-        if not self.files.in_store:
-            return 0
-        return sum(one.size_bytes for one in self.ledger.storage(Scope(user or None)))
 
     async def _check_quota(self, request: Any, caller: Caller) -> None:
         size = len(repr(request))
@@ -357,9 +345,7 @@ class Service:
             return polls.PendingFuture(request_id, *self.runs.queue_state(future))
         if future.mark:
             await self.disk.reached(future.mark)
-        if future.delivered is None:
-            future.delivered = time.monotonic()
-        return future.outcome
+        return future.fetch()
 
     async def retrieve_futures(
         self, request: polls.FuturesRetrieveRequest, caller: Caller

@@ -167,7 +167,7 @@ class Sessions:
 
 
 def ending(status: dict[str, Any]) -> tuple[RunEnd, str]:
-    """What the end of a session, as its row tells of it, means for its runs: how they ended, and why."""
+    """How the runs of a session ended, and why, by the status in the session's row."""
     detail = status.get("detail") or status.get("message") or ""
     match status.get("reason", {}).get("type"):
         case "success":

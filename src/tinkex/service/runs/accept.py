@@ -41,6 +41,8 @@ from tinkex.types.losses import LOSSES, unknown_loss
 from tinkex.types.params import AdamParams, LoraConfig
 from tinkex.types.training import ForwardBackwardRequest
 
+MAX_RANK, MAX_DATUMS = 1024, 4096  # of one request
+
 
 @dataclass(eq=False)
 class TrainingRequests:
@@ -64,8 +66,8 @@ class TrainingRequests:
         model = self.models.find(request.base_model)
         _check_optimizer(request.optimizer_config.type)
         lora = request.lora_config or LoraConfig(rank=32)
-        if lora.rank > (most := self.config.max_rank):
-            raise Refusal(422, f"lora_config.rank must be at most {most}, got {lora.rank}")
+        if lora.rank > MAX_RANK:
+            raise Refusal(422, f"lora_config.rank must be at most {MAX_RANK}, got {lora.rank}")
         return await self._create(request, model.name, lora, caller)
 
     async def load_weights(self, request: LoadWeightsRequest, caller: Caller) -> UntypedAPIFuture:
@@ -98,8 +100,8 @@ class TrainingRequests:
         """Why no engine of ours would execute this pass; "" if one might."""
         if work.loss_fn not in LOSSES:
             return unknown_loss(work.loss_fn)
-        if len(work.data) > (most := self.config.max_datums):
-            return f"{len(work.data)} datums; at most {most} a request"
+        if len(work.data) > MAX_DATUMS:
+            return f"{len(work.data)} datums; at most {MAX_DATUMS} a request"
         return ""
 
     async def forward(self, request: ForwardBackwardRequest, caller: Caller) -> UntypedAPIFuture:
@@ -139,7 +141,7 @@ class TrainingRequests:
         self, request: Any, base_model: str, lora: LoraConfig, caller: Caller
     ) -> UntypedAPIFuture:
         run_id = f"{request.session_id}:train:{request.model_seq_id}"
-        # Without a seed of its own a run could not be created again, as after a crash it must be.
+        # A replay creates the same adapter again, so every run has a seed.
         lora = replace(lora, seed=random.getrandbits(62)) if lora.seed is None else lora
         now, project = time.time(), self.access.session(request.session_id, caller).project_id
         live, most = self.ledger.count_live_runs(caller.user), self.config.runs_per_user
@@ -187,7 +189,6 @@ class TrainingRequests:
             run = await self.runs.find(row)
             async with run.accepting:
                 if run.state is RunState.EVICTED:
-                    row = self.ledger.run(row.run_id) or row
                     continue  # it was evicted while we waited
                 seq_id = run.queue.next_free if seq_id is None else seq_id  # clients before 0.3
                 verdict, request_id = run.queue.judge(seq_id, digest)
@@ -215,8 +216,8 @@ class TrainingRequests:
             if release is not None:
                 release()
             raise
-        future = self.futures.create(owner, request_id=entry.request_id)
-        future.mark, future.release = self.disk.mark(), release
+        mark = self.disk.mark()
+        future = self.futures.create(owner, request_id=entry.request_id, mark=mark, release=release)
         self.runs.schedule(run, entry, future)
         return UntypedAPIFuture(entry.request_id, run.id)
 

@@ -1,10 +1,10 @@
 """What a request does when its turn comes, for the first time or again after a restart.
 
-Replaying an answered request repeats its effect and nothing else: a pass that failed still fails its step,
-and a save is not written again. A barrier (create, step, save, load) sees exactly the requests before it;
-executed again after a crash, it gives what it would have given. A checkpoint's files are complete before its
+Replaying an answered request repeats only its effect on the run: a pass that failed still fails its step, and
+a save is not written again. A barrier (create, step, save, load) sees exactly the requests before it;
+repeated after a crash, it gives the same result. A checkpoint's files are complete before its
 row exists, and its row before its future resolves. A pass with an uploaded loss during which two processes
-died fails instead of being begun a third time; the second time it is computed alone.
+died fails instead of being begun a third time; the second time its batch has no other pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tinkex.types import training
 from tinkex.types.checkpoints import LoadWeightsResponse
 from tinkex.types.chunks import EncodedTextChunk
 
-REFUSED = "refused"  # the op of an Unreadable whose client was told at once: it only uses up its seq id
+REFUSED = "refused"  # the op of an Unreadable that was refused at once: it only uses up its seq id
 LARGE_PASS, MANY_DATUMS = 64 * 1024, 256  # tokens or datums from which threads write, digest and free a pass
 MOST_TRIES = 2  # of a pass with an uploaded loss, in processes that died meanwhile
 
@@ -91,7 +91,7 @@ class Execution(QueuedRequest):
             with contextlib.suppress(JournalError):  # a full disk
                 self.run.journal.interrupt(self.request_id)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         with contextlib.suppress(JournalError):
             self.begin()
 

@@ -1,10 +1,10 @@
 """The journal of one run: its accepted requests and their outcomes, on disk.
 
 After `kill -9` at any point `restore` finds everything that `accept` and `resolve` returned from; after a
-power cut, everything of it that was synced (see `disk`). A record cut off in mid-write is dropped, since no
-client was told of it; a damaged one raises JournalError with its file and offset. There are two logs:
+power cut, everything of it that was synced (see `disk`). A record cut off in mid-write is dropped, since it
+was never acknowledged; a damaged one raises JournalError with its file and offset. There are two logs:
 requests are large and needed until a snapshot covers them, outcomes are small and needed until they are
-delivered. Bodies are pickles: whoever can write to the home directory can already do anything that we can.
+delivered. Bodies are pickles: anybody who can write to the home directory can already run code as the server.
 Knows nothing of engines.
 """
 
@@ -28,7 +28,7 @@ SEGMENT_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One accepted request. `digest` is for telling a repeated request from another one."""
+    """One accepted request. `digest` distinguishes a repeated request from another one."""
 
     seq_id: int
     request_id: str
@@ -42,10 +42,10 @@ class JournalEntry:
 class Restored:
     """What a run needs to go on.
 
-    Load `snapshot` (None: create the adapter), then execute `entries` in order. One whose id is in `done` was
-    executed before, so a seq id missing below it was given up for good; if its outcome is in `outcomes`, that
-    one holds, whatever the replay computes. `undelivered` are the entries below `next_seq` whose outcomes are
-    still to be fetched, without their requests: a client may send one again and must get the same id.
+    Load `snapshot` (or create the adapter), then execute `entries` in order. Ids in `done` were executed
+    before the crash, so a seq id missing below them was given up for good. If one has an outcome in
+    `outcomes`, clients get that outcome, not the replay's. `undelivered` are the entries below `next_seq`
+    whose outcomes are still to be fetched, without their requests: a client that repeats one gets its id.
     """
 
     snapshot: Path | None = None
@@ -124,7 +124,7 @@ class Journal(_Contents):
     """The open journal of a live run. Methods may be called from any thread.
 
     >>> journal.accept(JournalEntry(7, "r7", "optim_step", request, now))  # before anybody may execute it
-    >>> journal.resolve("r7", result)                               # before anybody is told
+    >>> journal.resolve("r7", result)                               # before any client gets it
     >>> part = journal.begin_snapshot(next_seq=8)                   # what is saved there has 7 in it
     >>> trainer.submit(SaveAdapter(run, str(part / "adapter"), optimizer=True)).result()
     >>> journal.commit_snapshot(part)
@@ -234,7 +234,7 @@ class Journal(_Contents):
                 shutil.rmtree(old)
 
     def _trim(self) -> None:
-        """Delete the files that no restart will need, and forget what was in them alone."""
+        """Delete the files that no restart will need, and forget what was only in them."""
         self._sweep()
         self._accepted = {i: r for i, r in self._accepted.items() if self._known[i].seq_id >= self.next_seq}
         self._tries = {i: r for i, r in self._tries.items() if i in self._accepted and not self._done(i)}
@@ -251,7 +251,7 @@ class Journal(_Contents):
         self._known = {i: e for i, e in self._known.items() if i in self._accepted or i in self._resolved}
 
     def _needs(self, segment: int) -> bool:
-        """Does it hold an outcome to be delivered, or the tombstone of one that would else reappear?"""
+        """Does it hold an outcome to be delivered, or the tombstone of one that would reappear without it?"""
         outcomes = (i for i, record in self._resolved.items() if record.segment == segment)
         tombstones = (i for i, record in self._forgotten.items() if record.segment == segment)
         return any(i not in self._forgotten for i in outcomes) or any(
@@ -266,7 +266,7 @@ class Journal(_Contents):
 
 
 def delete(directory: Path) -> None:
-    """Remove a journal, be it damaged. Killed halfway, this leaves nothing that looks like a journal."""
+    """Remove a journal, even a damaged one. Killed halfway, this leaves nothing that looks like a journal."""
     gone = directory.with_name(f"{directory.name}.deleted")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(directory, gone)

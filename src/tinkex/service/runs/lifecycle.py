@@ -1,9 +1,10 @@
 """A run in memory: its state, its adapter on the device, its snapshots, its way back to disk.
 
-    on disk ──open──► OPEN ──create or load──► RESIDENT
-       ▲               ├──► MISMATCHED           │
-       │               └──► FAILED ◄─────────────┤
-       └───────────── EVICTED ◄──────────────────┘   from any state: the run is idle, or its engine was lost
+    on disk ──open──► OPEN
+    OPEN ──create or load──► RESIDENT
+    OPEN ──made with other base weights──► MISMATCHED
+    OPEN, RESIDENT ──cannot be made or restored──► FAILED
+    OPEN, RESIDENT, MISMATCHED, FAILED ──idle, or engine lost──► EVICTED (on disk again)
 
 "On disk" is a snapshot and a journal; the ledger then says `evicted` (or `live`, after a crash). A run whose
 engine was lost is opened again at once if it has unanswered requests. A run whose session has ended is
@@ -43,7 +44,7 @@ class RunState(Enum):
     RESIDENT = "resident"  # its adapter is on the device
     MISMATCHED = "mismatched"  # this process serves other base weights than it was made with
     FAILED = "failed"  # it was never made, or could not be restored
-    EVICTED = "evicted"  # it is on disk alone: look it up again
+    EVICTED = "evicted"  # it is only on disk: look it up again
 
 
 _NEXT: dict[RunState, tuple[RunState, ...]] = {
@@ -57,7 +58,7 @@ _NEXT: dict[RunState, tuple[RunState, ...]] = {
 
 @dataclass(eq=False)
 class Run:
-    """A run in memory. What awaits the engine is called while the loop executes nothing else of the run."""
+    """A run in memory. Its async methods are called while the loop executes nothing else of the run."""
 
     config: ServiceConfig
     ledger: Ledger
@@ -101,6 +102,17 @@ class Run:
         self.state, self.problem = state, problem
         self.on_device = (self.on_device or self.resident) and state is not RunState.EVICTED
 
+    def used(self) -> None:
+        self.used_at = time.monotonic()
+
+    def reread(self) -> None:
+        """Its row has changed in the ledger."""
+        self.row = self.ledger.run(self.id) or self.row
+
+    def add_pass(self, failed: str | None = None) -> None:
+        """A pass adds to the gradients; or it `failed`, so that the next step must."""
+        self.has_gradients, self.failed_pass = True, self.failed_pass or failed
+
     def clear_gradients(self) -> None:
         self.has_gradients, self.failed_pass = False, None
 
@@ -109,7 +121,7 @@ class Run:
     def resolve(self, future: Future, outcome: Any, *, repeatable: bool = False) -> None:
         """Record an outcome: pollers wake on the event loop's next turn, when the journal has it.
 
-        They are told once it is on the disk, unless it is `repeatable`: a replay computes it again.
+        They get it once it is on the disk; at once if it is `repeatable`: a replay computes it again.
         """
         if future.done:
             return
@@ -119,7 +131,7 @@ class Run:
         self.unrecorded.append(future)
         self.write_outcomes()
         if not repeatable:
-            future.mark = self.disk.mark()
+            future.hold_until(self.disk.mark())
         if future.failed and seq_of(future.request_id) == 0:
             self.was_not_made(outcome.error)
 
@@ -161,7 +173,7 @@ class Run:
     # -- on the device -----------------------------------------------------------------------------------
 
     async def make_resident(self, engine: Engine, seq_id: int) -> None:
-        """Before work: have the adapter on the device, as the last snapshot has it."""
+        """Before work: load the adapter from the last snapshot, unless it is on the device."""
         self.check_weights(engine)
         if self.problem:
             raise EngineError(self.problem, "user")
@@ -184,7 +196,7 @@ class Run:
             self.row = replace(self.row, fingerprint=engine.info.fingerprint)
 
     def check_weights(self, engine: Engine) -> None:
-        """A run goes on with the base weights that it was made with, and with no others."""
+        """A run continues only with the base weights that it was made with."""
         made_with, here = self.row.fingerprint, engine.info.fingerprint
         if made_with and made_with != here and self.state is RunState.OPEN:
             problem = (

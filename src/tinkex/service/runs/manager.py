@@ -58,7 +58,7 @@ class RunManager:
         limits = (self.config.queue_memory_per_user or math.inf), (self.config.queue_memory or math.inf)
         self.queued = InUse("bytes of passes that wait to be executed", *limits)
         self._runs: dict[str, Run] = {}
-        self._opening: dict[str, asyncio.Task[Run]] = {}
+        self._opening: dict[str, asyncio.Task[Run | None]] = {}
         self._loops: dict[ServedModel, TrainingLoop] = {}  # one per trainer
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -66,11 +66,8 @@ class RunManager:
     def get(self, run_id: str) -> Run | None:
         return self._runs.get(run_id)
 
-    def is_busy(self, run_id: str) -> bool:
-        """Has it requests that are not done?"""
-        return (run := self._runs.get(run_id)) is not None and not run.idle
-
     def busy(self) -> list[str]:
+        """Runs with requests that are not done."""
         return [run.id for run in self._runs.values() if not run.idle]
 
     def order(self, model: ServedModel) -> tuple[list[str], list[str]]:
@@ -90,30 +87,43 @@ class RunManager:
     async def find(self, row: RunRow) -> Run:
         """The run, from disk if need be."""
         run = self._runs.get(row.run_id)
-        if run is None:
-            task = self._opening.get(row.run_id)
-            if task is None:
-                task = asyncio.get_running_loop().create_task(self._open(row))
-                self._opening[row.run_id] = task
-                task.add_done_callback(lambda _: self._opening.pop(row.run_id, None))
-            run = await asyncio.shield(task)
-        run.used_at = time.monotonic()
+        while run is None:  # again, if `resume_pending` left it on disk meanwhile
+            run = await self._open_once(row)
+        run.used()
         return run
 
-    async def _open(self, row: RunRow) -> Run:
+    async def resume_pending(self, row: RunRow) -> None:
+        """Open a run that a killed process left, if it has unanswered requests; else it stays on disk."""
+        if row.run_id not in self._runs:  # a client's request may have opened it
+            await self._open_once(row, only_pending=True)
+
+    async def _open_once(self, row: RunRow, *, only_pending: bool = False) -> Run | None:
+        if (task := self._opening.get(row.run_id)) is None:
+            task = asyncio.get_running_loop().create_task(self._open(row, only_pending))
+            self._opening[row.run_id] = task
+            task.add_done_callback(lambda _: self._opening.pop(row.run_id, None))
+        await asyncio.wait([task])  # unlike `shield`, it lets the callback run of one that has just ended
+        return task.result()
+
+    async def _open(self, row: RunRow, only_pending: bool) -> Run | None:
+        row = self.ledger.run(row.run_id) or row  # it may have changed while a caller waited
         if row.corrupted:
             problem = f"run {row.run_id} could not be restored; go on from one of its checkpoints"
             raise Refusal(422, row.problem or problem)
         if row.state == "closed":
             raise Refusal(410, f"run {row.run_id} ended with its session; go on from one of its checkpoints")
         model = self.models.find(row.base_model)
-        journal, restored = await self._open_journal(row.run_id)
-        if row.state != "live":
-            self.ledger.update_run(row.run_id, state="live")
-        return self._resume(row, model, journal, restored)
+        journal, restored = await self._open_journal(row.run_id, made=bool(row.fingerprint))
+        resumes = not only_pending or any(e.request_id not in restored.done for e in restored.entries)
+        if (state := "live" if resumes else "evicted") != row.state:
+            self.ledger.update_run(row.run_id, state=state)
+        if resumes:
+            return self._resume(row, model, journal, restored)
+        journal.close()
+        return None
 
     def _trainer(self, row: RunRow, model: ServedModel) -> ServedModel:
-        """Where a run is trained that comes into memory; recorded, if its base model has several trainers."""
+        """The trainer of a run that comes into memory; recorded if its base model has several."""
         if len(model.trainers) == 1:
             return model.trainers[0]
         runs = Counter(run.model for run in self._runs.values())
@@ -122,10 +132,12 @@ class RunManager:
             self.ledger.update_run(row.run_id, trainer=index)
         return model.trainers[index]
 
-    async def _open_journal(self, run_id: str) -> tuple[Journal, Restored]:
+    async def _open_journal(self, run_id: str, *, made: bool) -> tuple[Journal, Restored]:
         def read() -> tuple[Journal, Restored]:
             directory = self.home.run_dir(run_id) / "journal"
             if not directory.is_dir():
+                if made and self.snapshots.shared:  # its files are with another server
+                    raise FileNotFoundError(f"{directory} is not here")
                 directory.mkdir(parents=True)
                 for parent in takewhile(lambda parent: parent != self.home.root.parent, directory.parents):
                     self.disk.wrote(parent)
@@ -141,33 +153,11 @@ class RunManager:
         except OSError as error:  # too many open files, a full disk: the files may be good
             raise Refusal(503, f"run {run_id} cannot be read now: {error}") from error
 
-    async def go_on(self, row: RunRow) -> None:
-        """Go on with a run of another server, whose journal is here now; a request may have opened it."""
-        try:
-            await self.find(row)
-        except Refusal as error:
-            log.error("run %s was not restored: %s", row.run_id, error)
-
-    async def recover(self, row: RunRow) -> None:
-        """After a restart, go on with a run that has unanswered requests; any other stays on disk.
-
-        The whole recovery after `kill -9`, with `_resume`: a record that was cut off was dropped when the
-        journal was opened, because no client was told of it.
-        """
-        try:
-            model = self.models.find(row.base_model)
-            journal, restored = await self._open_journal(row.run_id)
-        except Refusal as error:  # it is damaged, or its base model is not configured any more
-            log.error("run %s was not restored: %s", row.run_id, error)
-            return
-        if all(entry.request_id in restored.done for entry in restored.entries):
-            journal.close()
-            self.ledger.update_run(row.run_id, state="evicted")
-        else:
-            self._resume(row, model, journal, restored)
-
     def _resume(self, row: RunRow, model: ServedModel, journal: Journal, restored: Restored) -> Run:
-        """Queue what the journal holds in order again; the first request's turn loads the snapshot."""
+        """Queue the journal's requests again, in order; the first one's turn loads the snapshot.
+
+        A record that was cut off is not among them: it was never acknowledged.
+        """
         model = self._trainer(row, model)
         scheduler = self._loop(model).scheduler
         queue = scheduler.open(row.run_id, row.owner, restored.next_seq)
@@ -187,17 +177,15 @@ class RunManager:
         for entry in restored.entries:
             i = entry.request_id
             past = Past(entry.seq_id in may_be_done, i in restored.done, restored.tries.get(i, 0))
-            future = self._future(run, entry, restored)
-            self._count(entry, future)
-            self.schedule(run, entry, future, past)
+            self.schedule(run, entry, self._future(run, entry, restored), past)
         queue.give_up(max(done, default=0), time.monotonic())  # gaps below were given up before
         return run
 
     def take_room(self, run: Run, seq_id: int, size: int) -> Callable[[], None]:
-        """Count a pass that will wait in memory; Refusal 429 if its owner has no room for it now.
+        """Reserve queue memory for a pass; Refusal 429 if its owner is over the limit.
 
-        What is returned gives the room back. An owner's only pass is always accepted. One that later requests
-        of its run wait for has twice the room: if it was refused for long, its place would be given up.
+        Returns a function that releases it. An owner's only pass is always admitted. A pass that fills a gap
+        may use twice the limit, else its run would stall.
         """
         owner = run.row.owner
         try:
@@ -208,20 +196,21 @@ class RunManager:
             self.queued.take(owner, size, 2)
         return partial(self.queued.give_back, owner, size)
 
-    def _count(self, entry: JournalEntry, future: Future) -> None:
-        """A pass that waits in memory again takes room as it did before, whatever the limits are now."""
-        waits = isinstance(entry.request, ForwardBackwardRequest) and not future.done
-        if waits and future.release is None and (size := size_of(entry.request)):
-            self.queued.take(future.owner, size, math.inf)
-            future.release = partial(self.queued.give_back, future.owner, size)
+    def _take_room_again(self, owner: str, entry: JournalEntry) -> Callable[[], None] | None:
+        """Reserve memory for a replayed pass, ignoring limits."""
+        if not isinstance(entry.request, ForwardBackwardRequest) or not (size := size_of(entry.request)):
+            return None
+        self.queued.take(owner, size, math.inf)
+        return partial(self.queued.give_back, owner, size)
 
     def _future(self, run: Run, entry: JournalEntry, restored: Restored) -> Future:
-        """The future of a journaled request, resolved if it has an outcome. This process may have it."""
+        """The future of a journaled request, resolved if it has an outcome. It may exist already."""
         future, known = self.futures.get(entry.request_id), entry.request_id in restored.outcomes
         # An outcome that the journal does not have: it was given while the run did not fit the base weights.
         stale = future is not None and future.done and not known and entry.request_id not in restored.done
         if future is None or stale:
-            future = self.futures.create(run.row.owner, request_id=entry.request_id)
+            release = None if known else self._take_room_again(run.row.owner, entry)
+            future = self.futures.create(run.row.owner, request_id=entry.request_id, release=release)
         if known:
             future.resolve(restored.outcomes[entry.request_id])
         return future
@@ -251,7 +240,7 @@ class RunManager:
             run.queue.give_up(entry.seq_id, time.monotonic())
 
     async def _drive(self, loop: TrainingLoop) -> None:
-        """Run a training loop; when its engine is lost, go on with a new one."""
+        """Run a training loop; when its engine is lost, continue on a new one."""
         while True:
             try:
                 return await loop.run()
@@ -268,7 +257,7 @@ class RunManager:
                 log.exception("runs of %s could not be reopened", loop.model.name)
 
     async def _reopen_runs(self, model: ServedModel) -> None:
-        """After the loss of an engine: runs go back to their files, those with unanswered requests return."""
+        """After the loss of an engine: its runs leave memory; those with unanswered requests are reopened."""
         unanswered: list[str] = []
         for run in [run for run in self._runs.values() if run.model is model]:
             try:
@@ -278,7 +267,7 @@ class RunManager:
                     if not run.idle:
                         unanswered.append(run.id)
                     run.leave_memory()
-            except Exception:  # the other runs go on
+            except Exception:  # the other runs continue
                 log.exception("run %s could not be closed", run.id)
         for run_id in unanswered:
             row = self.ledger.run(run_id)
@@ -324,7 +313,7 @@ class RunManager:
         """Rows of a session's runs have changed in the ledger."""
         for run in self._runs.values():
             if run.row.session_id == session_id:
-                run.row = self.ledger.run(run.id) or run.row
+                run.reread()
 
     # -- back to disk ------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Saves: a run's adapter written under a name, exported for its recipients, or published without a name.
 
-The files are complete before the row exists, and the row before the save's future resolves. Done again after
-a crash before its outcome was recorded, a save gives what the first time would have given.
+The files are complete before the row exists, and the row before the save's future resolves. A save that is
+repeated after a crash, because its outcome was not recorded, gives what the first time would have given.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ class Saves:
                 self.activity.audit(caller, "checkpoints.save", run_id=run.run_id, tinker_path=path)
             self.activity.count(run, {"checkpoint": 1})
             if kept is not None and kept.directory != place:
-                await self.disk.synced()  # else a restart might know the old row alone
+                await self.disk.synced()  # else a restart might find only the old row
                 await self.files.remove(kept.directory)
             return reply(path=path, size_bytes=size, type=work.op)
 
     async def _check_room(self, run: RunRow, kind: CheckpointKind, replaced: int) -> None:
-        """A run's checkpoints of one kind are all of one size: the last one tells the next one's."""
+        """A run's checkpoints of one kind are all of one size: the next one takes as much as the last one."""
         last = self.ledger.latest_checkpoints([run.run_id]).get((run.run_id, kind))
         size = 0 if last is None else last.size_bytes
         self.home.check_disk(size)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from tinkex import tracing
 from tinkex.engine import protocol
-from tinkex.engine.protocol import Engine, EngineError, EngineLost
+from tinkex.engine.protocol import Command, Engine, EngineError, EngineLost, PassesResult
 from tinkex.service.futures import failure
 from tinkex.service.group_commit import GroupCommit
 from tinkex.service.refusal import Refusal
@@ -31,7 +31,6 @@ from tinkex.service.served_models import ServedModel, execute
 
 log = logging.getLogger("tinkex.service")
 T = TypeVar("T")
-Progress = protocol.PassProgress | list[protocol.PassOutcome]
 
 
 class TrainingObserver(Protocol):
@@ -67,13 +66,13 @@ class TrainingLoop:
     async def between_batches(self, function: Callable[[], Awaitable[T]]) -> T:
         """Call `function` when the engine executes nothing; passes of busy runs may be under way."""
 
-        async def alone() -> T:
+        async def exclusively() -> T:
             async with self.executing:
                 if self._stopping:
                     raise Refusal(503, "the service is stopping")
                 return await function()
 
-        return await asyncio.shield(asyncio.get_running_loop().create_task(alone()))
+        return await asyncio.shield(asyncio.get_running_loop().create_task(exclusively()))
 
     async def withdraw(self, run: Run) -> None:
         """Give up what a run has waiting and under way, its futures resolved; called between two batches."""
@@ -149,7 +148,7 @@ class TrainingLoop:
         self._engine = weakref.ref(engine)
         if ticket is not None:
             for work in batch:
-                work.go_on()
+                work.resume()
             return await self._passes(engine, batch, started, protocol.ContinuePasses(ticket))
         ready: list[Execution] = []
         for work in batch:  # one after the other: each may need room on the device
@@ -159,7 +158,8 @@ class TrainingLoop:
                 ready.append(work)
         if ready and ready[0].is_pass:
             for work in ready:
-                work.run.has_gradients |= work.backward
+                if work.backward:
+                    work.run.add_pass()
             passes = tuple(work.one_pass for work in ready if work.one_pass is not None)
             await self._passes(engine, ready, started, protocol.ForwardBackward(passes))
         else:
@@ -175,7 +175,7 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def _failing(self, batch: list[Execution], started: float) -> Generator[None]:
-        """What goes wrong within fails the batch; that the engine is lost is a matter for all."""
+        """An exception within fails the batch. EngineLost concerns all runs, so it is raised."""
         try:
             yield
         except EngineLost:
@@ -184,7 +184,7 @@ class TrainingLoop:
             self._finish(batch, started, error)
 
     def _finish(self, batch: list[Execution], started: float, error: Exception | None = None) -> None:
-        """The runs may go on: at once, not when everything in the same batch has ended."""
+        """Let the runs continue: at once, not when everything in the same batch has ended."""
         now = time.monotonic()
         for work in batch:
             try:
@@ -198,7 +198,7 @@ class TrainingLoop:
                 self.scheduler.done(work, now)
 
     async def _passes(
-        self, engine: Engine, batch: list[Execution], started: float, command: protocol.Command[Progress]
+        self, engine: Engine, batch: list[Execution], started: float, command: Command[PassesResult]
     ) -> None:
         """Compute one micro-batch; the last one resolves the passes."""
         with self._failing(batch, started):
@@ -210,6 +210,7 @@ class TrainingLoop:
                     work.pause()
                 self._under_way[batch[0].request_id] = outcome.ticket, now - started
                 return self.scheduler.progressed([*batch], outcome.done / outcome.total, now)
+            assert isinstance(outcome, list)
             for work, result in zip(batch, outcome, strict=True):
                 if isinstance(result, protocol.Failure):
                     _fail(work, EngineError(result.message, result.category))
@@ -266,7 +267,7 @@ def _fail(work: Execution, error: Exception) -> None:
         log.exception("%s of %s failed", work.op, run.id, exc_info=error)
     message = str(error) or type(error).__name__
     if work.backward:
-        run.has_gradients, run.failed_pass = True, run.failed_pass or message
+        run.add_pass(failed=message)
     if work.must_succeed and not run.problem:
         run.cannot_restore(f"{work.op} {work.seq_id} had succeeded and now failed ({message})", category)
     run.resolve(work.future, failure(message, category))
