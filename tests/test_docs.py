@@ -210,6 +210,26 @@ def anchors(text: str) -> set[str]:
     return {heading.strip().replace(" ", "-") for heading in plain}
 
 
+# The front page has a table of all pages instead.
+@pytest.mark.parametrize("page", LINKED[1:], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_page_lists_its_headings(page: Path) -> None:
+    """A page of three sections or more names them in a list above the first, in their order."""
+    listed, headings = contents_of(page.read_text())
+    assert listed == headings or (len(headings) < 3 and not listed)
+
+
+def contents_of(text: str) -> tuple[list[str], list[str]]:
+    """What the list above the first section names, and the headings of the sections."""
+    head, *sections = re.split(r"^## ", ANY_BLOCK.sub("", text), flags=re.MULTILINE)
+    listed = re.findall(r"^- \[(.+?)\]\(#", head, flags=re.MULTILINE)
+    return listed, [section.partition("\n")[0] for section in sections]
+
+
+def test_a_missing_heading_is_found() -> None:
+    text = "# Page\n- [A](#a): of it\n\n```\n## no heading\n```\n## A\n### part\n## B's `b`\n- [C](#c)\n"
+    assert contents_of(text) == (["A"], ["A", "B's `b`"])
+
+
 # The changelog speaks of files as they were.
 @pytest.mark.parametrize(
     "page",
@@ -264,6 +284,9 @@ def test_a_misspelt_command_is_found() -> None:
 def test_the_tables_of_what_works_are_what_was_recorded() -> None:
     """`python -m tests.compat.table` writes them."""
     outcomes = json.loads(table.RESULTS.read_text())
-    for page in table.PAGES:
-        assert page.read_text() == table.placed(page.read_text(), outcomes)
+    for page, rows in table.PAGES.items():
+        assert page.read_text() == table.placed(page.read_text(), rows, outcomes)
     assert "failed" not in outcomes.values()
+    for name in outcomes:  # the short table counts what the long one does
+        long, short = (any(re.search(r, name) for *_, r in rows) for rows in (table.ROWS, table.SHORT))
+        assert long == short, name

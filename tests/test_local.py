@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import shutil
@@ -12,18 +13,24 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engine.gguf_files import write_gguf
 from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tests.processes import interruptible
-from tinkex import local
+from tinkex import RateLimitError, RetryConfig, local
+from tinkex.client.transport import CallContext
 from tinkex.config import Settings
 from tinkex.engine.protocol import EngineConfig
+from tinkex.engine_exit import ENDING
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import Refusal
 from tinkex.service.served_models import ServedModels
+from tinkex.service.service import Service
+from tinkex.types.futures import CancelFutureRequest
+from tinkex.wire import ops
 
 pytestmark = pytest.mark.slow
 
@@ -143,7 +150,7 @@ def test_an_engine_that_takes_long_to_end_is_waited_for_and_said(tmp_path: Path)
     model = tiny_model(tmp_path, "llama3")
     done = python(f"NAME, PAUSE = {str(model)!r}, 1.0\n{BUSY}", tmp_path / "home")
     assert (done.returncode, done.stdout) == (0, "trained\n")
-    assert done.stderr.splitlines()[-1] == local.ENDING
+    assert done.stderr.splitlines()[-1] == ENDING
 
 
 def test_ctrl_c_leaves_an_engine_that_takes_long_to_end(tmp_path: Path):
@@ -155,7 +162,7 @@ def test_ctrl_c_leaves_an_engine_that_takes_long_to_end(tmp_path: Path):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stderr is not None
-    next(line for line in process.stderr if line.strip() == local.ENDING)
+    next(line for line in process.stderr if line.strip() == ENDING)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (-signal.SIGINT, "trained\n"), "as Ctrl-C ends any other"
@@ -263,3 +270,40 @@ def test_clients_that_are_made_at_once_share_one_service(tmp_path: Path, monkeyp
     monkeypatch.setattr(importlib.util, "find_spec", slowly)
     with ThreadPoolExecutor(4) as threads:
         assert len(set(threads.map(make, range(4)))) == 1
+
+
+class BusyService(Service):
+    """Refuses the first calls, however many it was made with."""
+
+    ready = True
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals = refusals
+
+    async def call(self, *_: Any) -> str:
+        self.refusals -= 1
+        if self.refusals >= 0:
+            raise Refusal(429, "too many requests")
+        return "done"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_429_is_waited_for_by_the_callers_retry_settings(enabled: bool) -> None:
+    transport = local.LocalTransport(BusyService(2))
+    states: list[str] = []
+    retry = RetryConfig(retry_delay_base=0.01, enable_retry_logic=enabled)
+    context = CallContext(retry=retry, observer=lambda state, reason: states.append(state))
+    call = transport.call(ops.SAMPLE, None, context)
+    if enabled:
+        assert asyncio.run(call) == "done"
+        assert states == ["paused_rate_limit", "paused_rate_limit", "active"]
+    else:
+        with pytest.raises(RateLimitError, match="too many requests"):
+            asyncio.run(call)
+        assert states == ["paused_rate_limit"]
+
+
+def test_what_its_caller_repeats_is_refused_at_once() -> None:
+    transport = local.LocalTransport(BusyService(1))
+    with pytest.raises(RateLimitError):
+        asyncio.run(transport.call(ops.CANCEL_FUTURE, CancelFutureRequest(request_id="r")))

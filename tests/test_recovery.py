@@ -251,7 +251,7 @@ def test_a_watch_notices_though_nobody_makes_a_call(
         eventually(lambda: looks(stub))
         losing(run)
         assert loop.kinds() == [RunLost], "told before any call"
-        eventually(lambda: run._queue._lost)
+        eventually(lambda: run.queue._lost)
         seen.append(passes())
         with pytest.raises(RunLostError, match=words):
             run.optim_step()
@@ -299,7 +299,7 @@ def test_async_loops_are_watched_too(stub: Stub, service: ServiceClient) -> None
             only_forget(stub)(run)
             while True:
                 await asyncio.sleep(0.01)
-                await asyncio.to_thread(eventually, lambda: run._queue._lost)
+                await asyncio.to_thread(eventually, lambda: run.queue._lost)
                 await (await run.forward_backward_async(DATA, "cross_entropy"))
         return step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,22 @@ def test_advantages_are_those_of_the_papers() -> None:
         rl.group_advantages([1.0, float("nan")])
     with pytest.raises(tinkex.InvalidInputError, match="baseline must be"):
         rl.group_advantages([1.0], baseline="median")  # type: ignore[arg-type]
+
+
+def test_groups_of_equal_rewards_are_left_out() -> None:
+    rewards = [[1.0, 1.0], [0.0, 1.0], [0.5], [0.1 + 0.2, 0.3], []]
+    assert rl.with_signal(["ones", "mixed", "single", "rounding", "none"], rewards) == (
+        ["mixed"],
+        [[0.0, 1.0]],
+    )
+    with pytest.raises(ValueError, match="shorter"):
+        rl.with_signal(["one"], [])
+
+
+def test_pass_at_k_is_the_share_of_draws_that_contain_a_right_answer() -> None:
+    for right, k in itertools.product(range(6), range(1, 6)):
+        draws = list(itertools.combinations([True] * right + [False] * (5 - right), k))
+        assert rl.pass_at_k(right, 5, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
 def test_advantages_become_means() -> None:

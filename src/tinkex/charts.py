@@ -1,7 +1,7 @@
 """Curves of a few named numbers: sparklines, braille charts for a terminal, SVG for web pages, PNG files.
 
 A value that is not finite is a gap, never an error. Several series become several panels over one x axis,
-each with its own y scale, so that they can be told apart without colour. A web page loads nothing from
+each with its own y scale, so that they differ without colour. A web page loads nothing from
 elsewhere and follows the browser's light or dark theme; all text in it is escaped. Only `write_png` needs
 the extra `tinkex[plot]`. This module does not know what the numbers are.
 

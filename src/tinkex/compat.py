@@ -3,8 +3,8 @@
     python -m tinkex.compat train.py --steps 10        # or: -m tinker_cookbook.recipes.sl_loop …
     import tinkex.compat; tinkex.compat.install()      # the same, from inside a program
 
-Resolves `tinker` and its submodules in this process alone: a spawned worker calls `install()` itself, at the
-top of the module that it imports. Importing a private part of the official package says what to use instead.
+Resolves `tinker` and its submodules in this process only: a spawned worker calls `install()` at the top of
+its module. The error for a private part of the official package says what to use instead.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class _Alias(ModuleType):
-    """A module with the names of ours. Setting one, as a test that patches does, changes only this module."""
+    """A module with the names of ours. Patching one, as tests do, changes only this module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":

@@ -1,8 +1,8 @@
 """Training data for loops: conversations and texts as datums, batches by a pure function of the step.
 
 A conversation is rendered by the tokenizer's own chat template, exactly as the model saw it in training; a
-loss mask says which tokens are learnt. A template that writes the same turn differently once more turns
-follow is noticed, never masked wrongly. Needs numpy alone; knows no files, no clients and no network.
+loss mask says which tokens are learnt. A template that renders a turn differently once more turns follow is
+detected, never masked wrongly. Needs only numpy; knows no files, no clients and no network.
 """
 
 from __future__ import annotations
@@ -166,9 +166,9 @@ def _span(
 
 
 def _common(tokenizer: Any, first: Sequence[int], whole: Sequence[int]) -> int | None:
-    """How many tokens of `whole` are those of `first`; None if its text does not begin with that of `first`.
+    """How many tokens at the start of `whole` encode `first`; None if its text does not begin with `first`'s.
 
-    The texts may agree and the tokens not: "\\n" and "\\n" beside each other can be one token.
+    Equal texts may have different tokens: two adjacent "\\n" can be one token.
     """
     count = len(first)
     if list(whole[:count]) == list(first):
@@ -198,9 +198,9 @@ def _cut(tokens: Sequence[int], weights: np.ndarray, max_length: int | None) -> 
 
 
 class Batches:
-    """The batches of a run over a dataset: `batches[step]` depends on the step and the seed alone.
+    """The batches of a run over a dataset: `batches[step]` depends only on the step and the seed.
 
-    So a loop that resumes at step 70 sees what it would have seen. Every epoch is a new permutation. A batch
+    So a loop that resumes at step 70 sees the same batches. Every epoch is a new permutation. A batch
     has `size` examples, or as many as fit into `max_tokens`; the last of an epoch may be smaller.
 
     >>> batches = Batches([3, 1, 2, 5], max_tokens=6, shuffle=False)
@@ -263,7 +263,7 @@ class Batches:
         return self.epoch(epoch)[step]
 
     def steps(self, epochs: float) -> int:
-        """How many steps so many epochs take; a part of an epoch counts by its batches."""
+        """Steps of a number of epochs; part of an epoch counts by its batches."""
         whole = int(epochs)
         count = sum(len(self.epoch(number)) for number in range(whole))
         return max(1, count + round((epochs - whole) * len(self.epoch(whole))))

@@ -3,24 +3,23 @@
     from tinkex.exports import export_checkpoint
     export_checkpoint("tinker://…/weights/final", "final.gguf", format="gguf", quantize="q4_k_m")
 
-Needs the engine's packages, and no engine that runs. The base model is found on this machine, or fetched. An
-interrupted export goes on where it stopped when the same call is made again.
+Needs the engine's packages but no running engine. The base model is found on this machine, or fetched. The
+same call resumes an interrupted export.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tinkex.config import Settings
 from tinkex.errors import InvalidInputError, ModelError
+from tinkex.files import ByteProgress
 
 FORMATS = ("peft", "merged", "gguf", "mlx")
 DTYPES = ("float32", "bfloat16", "float16")
-Progress = Callable[[int, int | None], None]  # bytes done, and in all
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def export_checkpoint(
     quantize: str | None = None,
     ollama: bool = False,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
     rest: Any = None,
 ) -> Path:
     """Write a checkpoint to `out`; returns that. `rest` is a RestClient of the server that has it.
@@ -94,7 +93,7 @@ def export_adapter(
     *,
     base: str | Path | None = None,
     base_name: str = "",
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
 ) -> Path:
     """Write an adapter of ours, a directory, in another format."""
     try:

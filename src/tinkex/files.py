@@ -1,4 +1,4 @@
-"""Files of this machine: a lock that ends with its process, and a new file in the place of an old one."""
+"""Files of this machine: locks that end with their process, files that replace others, progress of copies."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import BinaryIO
+
+ByteProgress = Callable[[int, int | None], None]  # bytes done, and in all if known
 
 
 def try_lock(descriptor: int) -> bool:

@@ -9,24 +9,31 @@ from __future__ import annotations
 import asyncio
 import atexit
 import importlib.util
-import os
-import signal
 import sys
-import threading
+import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from tinkex import tracing
 from tinkex._version import __version__
 from tinkex.client import loop as background
-from tinkex.client.retry import RetryPolicy
+from tinkex.client.http_call import SAMPLES, with_history
+from tinkex.client.retry import Attempt, RetryPolicy
 from tinkex.client.server_connection import ServerConnection
 from tinkex.client.transport import NO_CONTEXT, CallContext
 from tinkex.config import LOCAL, Settings
-from tinkex.engine.protocol import Engine, EngineConfig
-from tinkex.errors import FailedRequest, FailedResponse, InvalidInputError, TinkerError, status_error
+from tinkex.engine.protocol import EngineConfig
+from tinkex.engine_exit import stop_engines
+from tinkex.errors import (
+    APIError,
+    FailedRequest,
+    FailedResponse,
+    InvalidInputError,
+    TinkerError,
+    status_error,
+)
 from tinkex.service.config import ServiceConfig
 from tinkex.service.refusal import LOCAL_USER, Caller, Refusal
 from tinkex.service.service import Service
@@ -44,9 +51,6 @@ RUNS_HERE = (
     "tinkex: no API key and no server are set, so models run in this process (state: {home})\n"
     "tinkex: `tinkex console` shows its runs at http://127.0.0.1:8265"
 )
-EXIT_PATIENCE = 120.0  # seconds that an engine has to end its micro-batch when the process ends
-EXIT_NOTICE = 0.5  # seconds after which a message says what is waited for
-ENDING = "tinkex: the engine ends the micro-batch in hand; Ctrl-C leaves at once"
 
 
 class LocalTransport:
@@ -68,25 +72,50 @@ class LocalTransport:
     async def call(self, op: Op[Any, Any], request: Any, context: CallContext = NO_CONTEXT) -> Any:
         if not self.service.ready:
             await self._start()
-        try:
-            with tracing.span(f"transport {op.name}", within=True):
-                return await self.service.call(op, request, self._caller)
-        except Refusal as refusal:
-            raise _status_error(op, refusal) from None
+        tries, began = 0, time.monotonic()
+        while True:
+            try:
+                with tracing.span(f"transport {op.name}", within=True):
+                    reply = await self.service.call(op, request, self._caller)
+            except Refusal as refusal:
+                tries += 1
+                await self._pause(op, context, refusal, tries, began)
+            else:
+                if tries and context.observer is not None:
+                    context.observer("active", None)
+                return reply
 
     async def stream(
         self, request: SampleRequest, context: CallContext = NO_CONTEXT
     ) -> AsyncGenerator[SampleEvent, None]:
         if not self.service.ready:
             await self._start()
-        try:
-            with tracing.span(f"transport {ops.STREAM_SAMPLE.name}", within=True):
-                events = self.service.stream(request, self._caller)
-        except Refusal as refusal:
-            raise _status_error(ops.STREAM_SAMPLE, refusal) from None
+        tries, began, events = 0, time.monotonic(), None
+        while events is None:
+            try:
+                with tracing.span(f"transport {ops.STREAM_SAMPLE.name}", within=True):
+                    events = self.service.stream(request, self._caller)
+            except Refusal as refusal:
+                tries += 1
+                await self._pause(ops.STREAM_SAMPLE, context, refusal, tries, began)
         async with aclosing(events):
             async for event in events:
                 yield event
+
+    async def _pause(
+        self, op: Op[Any, Any], context: CallContext, refusal: Refusal, tries: int, began: float
+    ) -> None:
+        """After a 429, wait as long as the retry policy says; raise the error of any other refusal."""
+        error, elapsed, is_busy = _status_error(op, refusal), time.monotonic() - began, refusal.status == 429
+        if context.observer is not None:
+            context.observer("paused_rate_limit" if is_busy else "active", refusal.message)
+        if not is_busy or not op.retry:
+            raise error from None
+        policy = self.policy if context.retry is None else self.policy.tuned(context.retry)
+        delay = policy.decide(Attempt(429, error=error), tries, elapsed, patient=op in SAMPLES)
+        if delay is None:
+            raise with_history(error, tries, elapsed) from None
+        await asyncio.sleep(delay)
 
     async def _start(self) -> None:
         if self._starting is None or self._starting.done():
@@ -97,7 +126,7 @@ class LocalTransport:
         """The service outlives its clients: it is the process's."""
 
 
-def _status_error(op: Op[Any, Any], refusal: Refusal) -> TinkerError:
+def _status_error(op: Op[Any, Any], refusal: Refusal) -> APIError:
     response = FailedResponse(refusal.status, {}, refusal.message, FailedRequest(op.method, op.name))
     return status_error(refusal.message, response)
 
@@ -136,39 +165,8 @@ _transports: dict[Path, LocalTransport] = {}
 
 @atexit.register
 def _stop_engines() -> None:
-    """At exit: an engine that computes while the interpreter goes away would abort the process."""
-    if not background.is_running_here():
-        return  # a forked child: its engines are its parent's
-    for transport in _transports.values():
-        transport.service.models.begin_closing()
-        transport.service.rollouts.stop()
-        for engine in transport.service.models.engines():
-            try:
-                _close(engine)
-            except KeyboardInterrupt:
-                _leave()
-
-
-def _close(engine: Engine) -> None:
-    closing = threading.Thread(target=engine.close, daemon=True)
-    try:
-        closing.start()
-    except RuntimeError:  # Python 3.12 begins no threads at exit
-        engine.close()
-        return
-    closing.join(EXIT_NOTICE)
-    if closing.is_alive():
-        print(ENDING, file=sys.stderr)  # noqa: T201
-        closing.join(EXIT_PATIENCE)
-
-
-def _leave() -> None:
-    """End as a process does that Ctrl-C ends, and without the interpreter's help: it would wait, or abort."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # closed, or a broken pipe
-            stream.flush()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
+    if background.is_running_here():  # else this is a forked child: its engines are its parent's
+        stop_engines([transport.service for transport in _transports.values()])
 
 
 def connection(settings: Settings) -> ServerConnection:
@@ -179,11 +177,11 @@ def connection(settings: Settings) -> ServerConnection:
             raise TinkerError(NOT_INSTALLED)
         made = LocalTransport(Service(service_config(settings)))
         first = _transports.setdefault(home, made) is made  # else another thread has just made one
-        if first and settings.base_url != LOCAL:  # a caller who asked for it need not be told
+        if first and settings.base_url != LOCAL:  # else the caller asked for it
             print(RUNS_HERE.format(home=home), file=sys.stderr)  # noqa: T201
     return ServerConnection(_transports[home], settings)
 
 
 def look(settings: Settings) -> ServerConnection:
-    """A connection to what is in the home, for commands: restores no run, and needs no engine installed."""
+    """A connection to the home's state, for commands: restores no run, and needs no engine installed."""
     return ServerConnection(LocalTransport(Service(service_config(settings)), only_look=True), settings)

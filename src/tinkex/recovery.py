@@ -5,8 +5,8 @@
 
 `train` is called with step 0. When the server has lost the run, it is called again with a new run, resumed
 from the latest checkpoint (weights and optimizer state), and with that checkpoint's step. Promises: nothing
-is resumed unless the run is lost; every loss, attempt and resumption is an event; a loop that makes no
-progress is given up. Steps after the checkpoint are repeated.
+is resumed unless the run is lost; every loss, attempt and resumption is an event; a loop without progress is
+stopped. Steps after the checkpoint are repeated.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class RecoveryPolicy:
 
     `attempts`: tries to resume before RecoveryFailedError, and how often the same checkpoint may be resumed
     from. Between two tries, `backoff` seconds, doubled each time, up to `max_backoff`. `concurrent`: how many
-    runs may be resuming at the same time. `start_over`: a run without any checkpoint begins anew. `watch`:
-    poll the run every so many seconds, so that a loss is noticed though the loop makes no call (None: it is
+    runs may be resuming at the same time. `start_over`: a run without any checkpoint starts from the
+    beginning. `watch`: seconds between polls, which notice a loss between the loop's calls (None: it is
     noticed when a call fails). `on_event` is called with every event.
     """
 
@@ -189,7 +189,7 @@ class RecoveryPolicy:
         return 0.0 if attempt == 1 else policy.backoff(attempt - 1)
 
     async def _permit(self, granted: APIFuture[None], done: APIFuture[None]) -> None:
-        """Hold one of the `concurrent` permits, from `granted` until `done`. On the background loop."""
+        """Keep one of the `concurrent` permits, from `granted` until `done`. On the background loop."""
         async with self._permits:
             resolve(granted, None)
             await done
@@ -304,14 +304,14 @@ class _RecoveredLoop:
         def tell(error: RunLostError) -> None:
             self._policy._tell(RunLost(error.run_id, error.reason, error))
 
-        return RunWatch(client._queue, self._policy.watch, tell) if self._policy.watch else None
+        return RunWatch(client.queue, self._policy.watch, tell) if self._policy.watch else None
 
     # -- on the background loop --------------------------------------------------------------------------
 
     async def _why_lost(
         self, client: TrainingClient, error: TinkerError, watch: RunWatch | None
     ) -> str | None:
-        """Why a run cannot go on; "" if the watch has reported it already, None if it can go on."""
+        """Why a run is lost; "" if the watch has reported it already, None if it is not lost."""
         if watch is not None and watch.stop() is not None:
             await watch.ended
             return ""
@@ -329,7 +329,7 @@ class _RecoveredLoop:
         try:
             if (await self._rest.get_training_run(client.model_id)).corrupted:
                 return f"the server could not restore it ({error})"
-            return None if await self._service._session.alive() else f"its session has ended ({error})"
+            return None if await self._service.session.alive() else f"its session has ended ({error})"
         except NotFoundError:
             return f"the server does not know it ({error})"
         except APIConnectionError:
@@ -339,7 +339,7 @@ class _RecoveredLoop:
 
     async def _resume(self, lost: str) -> tuple[TrainingClient, str | None, int] | None:
         """A run resumed from the latest checkpoint, with its path and step; None: start over."""
-        await self._service._session.alive()  # opens a new session if the server has ended ours
+        await self._service.session.alive()  # opens a new session if the server has ended ours
         path, step = await self._latest(lost) or (None, 0)
         if self._resumed[path] >= self._policy.attempts:
             where = f"from {path}" if path else "from the beginning"
@@ -384,7 +384,7 @@ class _RecoveredLoop:
         return None
 
     async def _saved(self, run_id: str) -> list[Checkpoint]:
-        """The training checkpoints of a run. A server may list those of one that it has forgotten."""
+        """The training checkpoints of a run, also of one that the server no longer has."""
         try:
             saved = (await self._rest.list_checkpoints(run_id)).checkpoints
         except NotFoundError:

@@ -1,8 +1,7 @@
 """What a reinforcement-learning loop computes around sampling: datums, advantages, filters, KL metrics.
 
 Datums are for the losses "importance_sampling", "ppo", "cispo", "dro" and "gspo": prompts have advantage 0,
-sampled tokens carry the sampler's own logprobs. Needs numpy alone; knows no clients, no rewards and no
-environments.
+sampled tokens have the sampler's logprobs. Needs only numpy; knows no clients, rewards or environments.
 """
 
 from __future__ import annotations
@@ -119,14 +118,14 @@ def group_advantages(
     return advantages / (spread + 1e-4) if divide_by_std else advantages
 
 
-def has_signal(rewards: Sequence[float] | np.ndarray, tolerance: float = 1e-8) -> bool:
+def has_signal(rewards: Sequence[float] | np.ndarray) -> bool:
     """Whether a group can teach anything: a group of equal rewards has advantages of 0.
 
     >>> has_signal([1.0, 1.0]), has_signal([1.0, 0.0])
     (False, True)
     """
     values = np.asarray(rewards, np.float64)
-    return bool(len(values)) and float(values.max() - values.min()) > tolerance
+    return bool(len(values)) and float(values.max() - values.min()) > 1e-8
 
 
 def with_signal(

@@ -101,7 +101,7 @@ def write_checksums(directory: Path, known: Mapping[str, str] | None = None) -> 
 
 
 def verify(directory: Path, names: Iterable[str] | None = None) -> None:
-    """Compare files with their checksums: those of `names` that exist, or all that there are or should be.
+    """Compare files with their checksums: those of `names` that exist, or all present or listed files.
 
     Raises DamagedError. A directory that has no checksums passes.
     """
@@ -182,7 +182,7 @@ def is_remote(location: str | Path) -> bool:
 
 
 def read_location(text: str) -> str:
-    """A location as somebody wrote it: a URL of an object store, or a directory.
+    """A location as a user wrote it: a URL of an object store, or a directory.
 
     >>> read_location("s3://bucket/tinkex/")
     's3://bucket/tinkex'
@@ -202,7 +202,7 @@ def read_location(text: str) -> str:
 
 
 def join(location: str, place: str) -> str:
-    """What is at `place`, a relative path with forward slashes, below a location."""
+    """The location at `place`, a relative path with forward slashes, below another."""
     return f"{location}/{place}"
 
 
@@ -218,7 +218,7 @@ def local_copy(location: str | Path) -> Generator[Path]:
 
 
 def download(location: str, directory: Path) -> None:
-    """Copy what is at a remote location into a directory, and verify its checksums."""
+    """Copy a remote location into a directory, and verify its checksums."""
     names = files(location)
     if CHECKSUMS not in names:
         raise FileNotFoundError(f"there is nothing at {location}")
@@ -231,7 +231,7 @@ def download(location: str, directory: Path) -> None:
 
 
 def upload(directory: Path, location: str) -> None:
-    """Copy a directory to a new location; it is there once its list of checksums is, which goes last."""
+    """Copy a directory to a new location. It is complete once its list of checksums, copied last, exists."""
     add_checksums(directory)
     if not is_remote(location):
         with atomic_directory(location) as part:
@@ -282,13 +282,13 @@ def remove(location: str) -> None:
 
 
 def copy_directory(source: str, target: str) -> None:
-    """Copy a whole directory from one location to another of the same store, replacing what is there."""
+    """Copy a whole directory to another location of the same store, replacing its content."""
     with local_copy(source) as directory, atomic_directory(target, overwrite=True) as part:
         shutil.copytree(directory, part, dirs_exist_ok=True)
 
 
 def create_file(location: str, content: bytes, *, sync: bool = True) -> None:
-    """Write one file that must not exist yet: LocationExistsError otherwise, whoever else tries meanwhile."""
+    """Write one file that must not exist yet, else LocationExistsError. Atomic among processes."""
     if is_remote(location):
         with _reporting(f"create {location}") as obstore:
             try:
@@ -330,7 +330,7 @@ def modified(location: str) -> float:
 
 
 def remove_file(location: str) -> None:
-    """Delete one file, if it is there."""
+    """Delete one file, if it exists."""
     if not is_remote(location):
         Path(location).unlink(missing_ok=True)
         return
@@ -345,7 +345,7 @@ def write_file(path: Path, location: str) -> None:
 
 
 def link(location: str, seconds: float) -> str:
-    """A URL with which anybody can read one remote file for a while."""
+    """A URL that gives read access to one remote file for a limited time."""
     with _reporting(f"sign a link to {location}") as obstore:
         bucket, path = _find(location)
         return obstore.sign(bucket, "GET", path, timedelta(seconds=seconds))

@@ -1,6 +1,6 @@
 """Finds and loads a model's tokenizer: from a directory, the hub's cache or the hub.
 
-Promises: a tokenizer is a transformers one and is loaded once, however many threads ask for it; an empty one
+Promises: a tokenizer is a transformers one and is loaded once, by one thread while others wait; an empty one
 is refused; offline means no network access. transformers is imported with the first load.
 """
 
@@ -21,7 +21,7 @@ from tinkex.errors import InvalidInputError, TokenizerError
 # the server names no tokenizer. Add what your server's models need.
 OVERRIDES: dict[str, str] = {"meta-llama/Llama-3": "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"}
 
-# Names that stand for another tokenizer, in any request.
+# Names whose tokenizer is another model's, in any request.
 ALIASES: dict[str, str] = {
     "baseten/Meta-Llama-3-tokenizer": "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
     "moonshotai/Kimi-K2.5-Text-Only": "moonshotai/Kimi-K2.5",
@@ -184,7 +184,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class _LoadCache:
-    """An LRU cache that makes each value once, however many threads ask for it; failures are not kept."""
+    """An LRU cache that makes each value once among all threads; failures are not kept."""
 
     def __init__(self, size: int) -> None:
         self._size = size

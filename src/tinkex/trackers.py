@@ -22,7 +22,7 @@ PROJECT = "tinkex"
 
 
 class Tracker(Protocol):
-    """Where metrics go besides metrics.jsonl."""
+    """A second destination of metrics, after metrics.jsonl."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -30,7 +30,7 @@ class Tracker(Protocol):
 
 
 def open_tracker(kind: str, name: str, directory: Path, settings: Mapping[str, Any]) -> Tracker:
-    """A tracker for one run; `name` and `directory` are the run's own, so that a resumed run goes on."""
+    """A tracker for one run; `name` and `directory` are the run's own, so that it can be resumed."""
     if kind not in TRACKERS:
         raise InvalidInputError(f"--log must be one of {', '.join(TRACKERS)}, got {kind!r}")
     try:
@@ -42,7 +42,7 @@ def open_tracker(kind: str, name: str, directory: Path, settings: Mapping[str, A
 
 
 class ExperimentTracker:
-    """One run of wandb or trackio, beside others of this process; `key` finds the same run again."""
+    """One of this process's runs in wandb or trackio; `key` finds the same run again."""
 
     def __init__(
         self, kind: str, key: str, name: str, directory: Path, config: Mapping[str, Any], **more: Any
@@ -75,7 +75,7 @@ class Tolerant:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         try:
             self._tracker.log(step, metrics)
-        except Exception as error:  # whatever a library of others raises: training goes on
+        except Exception as error:  # a library may raise anything; training continues
             log.warning("the metrics of step %d were not tracked: %s", step, error)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.local import LocalTransport
 from tinkex.server.serve import ServerConfig
 from tinkex.service.service import Service
+from tinkex.wire import ops
 
 SECONDS, STEPS = 20.0, 4
 TINKER = ("TINKER_API_KEY", "TINKER_BASE_URL", "TINKER_CREDENTIAL_CMD", "TINKEX_HOME")
@@ -39,7 +40,7 @@ class Place:
     def has_no(self, operation: str) -> None:
         """From now on the server does not know an operation, as hosted Tinker does not know those of ours."""
         assert self.running is not None
-        del self.running.server.service._methods[operation]
+        del self.running.server.service._methods[ops.OPS[operation]]
 
     @property
     def session(self) -> str:

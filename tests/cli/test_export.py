@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -21,7 +22,11 @@ from tests.engine.llama_cpp import complete, merging_tokenizer
 from tests.engine.oracle import randomise
 from tests.engine.tiny import reference_model, tiny_model
 from tinkex.cli import main
+from tinkex.cli.model_card import model_card
+from tinkex.client.future import completed
 from tinkex.exports import export_checkpoint
+from tinkex.models import DEFAULT
+from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
 pytestmark = pytest.mark.slow
 IDS = [5, 9, 200, 31, 7]
@@ -140,3 +145,14 @@ def test_an_export_is_pushed_with_a_model_card(path: str, base: Path, tmp_path: 
     assert path in card
     assert not hub.strange
     assert "hf://OWNER/NAME" in fails("export", path, str(tmp_path / "y"), "--push", "ann/tuned")
+
+
+def test_a_card_names_the_default_model_as_the_hub_does() -> None:
+    info = SimpleNamespace(lora_rank=8, train_attn=True, train_mlp=True, train_unembed=False)
+    client: Any = SimpleNamespace(
+        get_weights_info_by_tinker_path=lambda path: completed(info, "info"),
+        get_run_metrics=lambda run: completed([], "metrics"),
+    )
+    saved = ParsedCheckpointTinkerPath.from_tinker_path("tinker://s:train:0/weights/last")
+    card = model_card(client, saved, "ann/birds", "peft", DEFAULT, None)
+    assert "\nbase_model: HuggingFaceTB/SmolLM2-135M-Instruct\nlicense: apache-2.0\n" in card

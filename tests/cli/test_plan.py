@@ -1,4 +1,4 @@
-"""`tinkex plan` reckons with what engines really take, and says what does not fit."""
+"""`tinkex plan` computes with what engines really take, and says what does not fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.engine.tiny import tiny_model
-from tinkex.cli.plan import GPUS, Gpu, plan, reckon
+from tinkex.cli.plan import GPUS, Gpu, estimate, plan
 from tinkex.engine.facts import ModelFacts
 from tinkex.engine.protocol import CreateAdapter, EngineConfig, OptimStep, Pass, build_engine, run_passes
 from tinkex.engine.torch.kv import PAGE
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe", "qwen3_5"])
-def test_memory_is_reckoned_within_a_tenth_of_what_an_engine_takes(family: str, tmp_path: Path):
+def test_memory_is_estimated_within_a_tenth_of_what_an_engine_takes(family: str, tmp_path: Path):
     path = tiny_model(tmp_path, family, max_position_embeddings=256)
     config = EngineConfig(str(path), device="cpu", dtype="float32", threads=1, kv_bytes=1 << 20)
     sizes = model_sizes(path, config, rank=8)
@@ -51,20 +51,20 @@ def eight_billions(**changes: int) -> ModelSizes:
 
 def test_speeds_are_those_that_the_shares_were_taken_from():
     """The 8B shape on an H200 trained 17,699 tokens/s and decoded 24,548."""
-    found = reckon(eight_billions(), GPUS["h200"], 2)
+    found = estimate(eight_billions(), GPUS["h200"], 2)
     assert (found.tensor, found.trainers, found.samplers) == (1, 1, 1)
     assert found.trained == pytest.approx(17_699, rel=0.05)
     assert found.decoded == pytest.approx(24_548, rel=0.05)
 
 
 def test_gpus_are_split_and_engines_get_as_many_as_the_weights_need():
-    eight = reckon(eight_billions(), GPUS["h100"], 8)
+    eight = estimate(eight_billions(), GPUS["h100"], 8)
     assert eight.trainers + eight.samplers == 8
     assert 0.6 < eight.trained / eight.decoded < 1.6, "both are busy alike"
-    large = reckon(eight_billions(weights=140_000_000_000, active=70_000_000_000), GPUS["h100"], 8)
+    large = estimate(eight_billions(weights=140_000_000_000, active=70_000_000_000), GPUS["h100"], 8)
     assert (large.tensor, large.trainers + large.samplers) == (2, 4)
     with pytest.raises(InvalidInputError, match=r"the model needs .*4 GPUs have .*--quantize"):
-        reckon(eight_billions(weights=10**12), Gpu(80e9, 1e12, 1e14), 4)
+        estimate(eight_billions(weights=10**12), Gpu(80e9, 1e12, 1e14), 4)
 
 
 def test_the_command_says_what_to_start(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Gates, and the rate limit that all samplers of a process share."""
+"""The rate limit that all samplers of a process share."""
 
 from __future__ import annotations
 
@@ -22,103 +22,11 @@ from tinkex import (
     RetryConfig,
     ServiceClient,
 )
-from tinkex.client.limits import FairLimiter, RateLimit, shared_rate_limit
+from tinkex.client.limits import RateLimit, shared_rate_limit
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(coroutine)
-
-
-def test_a_gate_is_first_come_first_served() -> None:
-    async def scenario() -> list[int]:
-        limiter, order = FairLimiter(2), []
-
-        async def enter(n: int) -> None:
-            async with limiter.permit():
-                order.append(n)
-                assert limiter.used <= 2
-                await asyncio.sleep(0)
-
-        await asyncio.gather(*map(enter, range(50)))
-        assert limiter.used == 0
-        return order
-
-    assert run(scenario()) == list(range(50))
-
-
-def test_a_unit_larger_than_the_gate_passes_alone() -> None:
-    async def scenario() -> None:
-        limiter = FairLimiter(10)
-        await limiter.acquire(100)
-        small = asyncio.ensure_future(limiter.acquire(1))
-        await asyncio.sleep(0)
-        assert not small.done()
-        assert len(limiter) == 1
-        limiter.release(100)
-        await small
-        assert limiter.used == 1
-
-    run(scenario())
-
-
-def test_a_cancelled_waiter_gives_its_place_up() -> None:
-    async def scenario() -> None:
-        limiter = FairLimiter(1)
-        await limiter.acquire()
-        first, second = (asyncio.ensure_future(limiter.acquire()) for _ in range(2))
-        await asyncio.sleep(0)
-        first.cancel()
-        limiter.release()
-        await second
-        limiter.release()
-        third = asyncio.ensure_future(limiter.acquire())
-        await asyncio.sleep(0)
-        gate_held = asyncio.ensure_future(limiter.acquire())
-        await asyncio.sleep(0)
-        limiter.release()  # lets the last one in, which is cancelled before it notices
-        gate_held.cancel()
-        await asyncio.wait([gate_held, third])
-        assert limiter.used == 0
-
-    run(scenario())
-
-
-def test_a_resized_gate_admits_those_who_waited() -> None:
-    async def scenario() -> None:
-        limiter = FairLimiter(1)
-        waiting = [asyncio.ensure_future(limiter.acquire()) for _ in range(3)]
-        await asyncio.sleep(0)
-        assert [one.done() for one in waiting] == [True, False, False]
-        limiter.resize(3)
-        await asyncio.gather(*waiting)
-
-    run(scenario())
-
-
-@pytest.mark.slow
-def test_waking_one_of_many_waiters_does_not_touch_the_others() -> None:
-    """A release costs the same whether ten or ten thousand wait."""
-
-    async def scenario() -> int:
-        limiter = FairLimiter(1)
-        await limiter.acquire()
-        woken = 0
-
-        async def wait() -> None:
-            nonlocal woken
-            await limiter.acquire()
-            woken += 1
-
-        tasks = [asyncio.ensure_future(wait()) for _ in range(10_000)]
-        await asyncio.sleep(0)
-        limiter.release()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        return woken
-
-    assert run(scenario()) == 1
 
 
 def test_after_a_pause_one_probe_goes_first() -> None:

@@ -13,85 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.client.conftest import PARAMS, PROMPT, close, datum, eventually
 from tests.engine.tiny import tiny_model, tiny_tokenizer
 from tests.stub import Stub, delay
 from tinkex import ServiceClient
-from tinkex.client.limits import FairLimiter
 from tinkex.wire.ops import Pool
 
 pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "many_runs.py"
-
-# -- the limiter -------------------------------------------------------------------------------------------
-
-
-def passed(arrivals: list[str], capacity: int) -> list[str]:
-    """In which order owners get through a limiter, when all ask at once and each leaves right away."""
-
-    async def scenario() -> list[str]:
-        limiter, order = FairLimiter(capacity), []
-        await limiter.acquire(capacity)
-
-        async def enter(owner: str) -> None:
-            async with limiter.permit(owner=owner):
-                order.append(owner)
-                await asyncio.sleep(0)
-
-        tasks = [asyncio.ensure_future(enter(owner)) for owner in arrivals]
-        await asyncio.sleep(0)
-        limiter.release(capacity)
-        await asyncio.gather(*tasks)
-        assert limiter.used == len(limiter) == 0
-        return order
-
-    return asyncio.run(scenario())
-
-
-def test_owners_take_turns() -> None:
-    assert passed(["a"] * 5 + ["b"] + ["c"] * 2, 1) == ["a", "b", "c", "a", "c", "a", "a", "a"]
-
-
-@given(st.lists(st.sampled_from("abcd"), max_size=40), st.integers(1, 5))
-def test_nobody_waits_for_more_than_one_turn_of_each_other(arrivals: list[str], capacity: int) -> None:
-    """Between two turns of one owner, no other has two while the first is waiting."""
-    order = passed(arrivals, capacity)
-    assert Counter(order) == Counter(arrivals)
-    left = Counter(arrivals)
-    since: dict[str, Counter[str]] = {owner: Counter() for owner in left}
-    for owner in order:
-        for other, seen in since.items():
-            if other != owner and left[other]:
-                seen[owner] += 1
-                assert seen[owner] <= 1 + (capacity > 1)
-        left[owner] -= 1
-        since[owner].clear()
-
-
-def test_a_cancelled_waiter_costs_its_owner_no_turn() -> None:
-    async def scenario() -> list[str]:
-        limiter, order = FairLimiter(1), []
-        await limiter.acquire()
-
-        async def enter(name: str, owner: str) -> None:
-            async with limiter.permit(owner=owner):
-                order.append(name)
-
-        tasks = {name: asyncio.ensure_future(enter(name, name[0])) for name in ("a1", "a2", "b1", "a3", "b2")}
-        await asyncio.sleep(0)
-        tasks["a1"].cancel()
-        tasks["b1"].cancel()
-        await asyncio.sleep(0)
-        limiter.release()
-        await asyncio.wait(tasks.values())
-        return order
-
-    assert asyncio.run(scenario()) == ["a2", "b2", "a3"]
-
 
 # -- samplers ----------------------------------------------------------------------------------------------
 

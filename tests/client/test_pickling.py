@@ -38,7 +38,7 @@ def test_a_copy_samples_from_the_same_place_under_numbers_of_its_own(
     assert len({body["sampling_session_id"] for body in bodies}) == 1
     assert len({body["seq_id"] for body in bodies}) == 5
     assert stub.count("create_session") == 1, "a copy joins the session it came from"
-    assert copies[0]._session is copies[1]._session, "copies in one process share one heart"
+    assert copies[0].session is copies[1].session, "copies in one process share one heart"
 
 
 def test_a_copy_gets_its_number_from_a_server_that_gives_one(stub: Stub, service: ServiceClient) -> None:

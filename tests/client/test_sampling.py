@@ -477,7 +477,7 @@ def test_a_paused_queue_is_said_once_and_so_is_its_end(
             raise RuntimeError("an observer's own trouble")
 
     sampler = service.create_sampling_client(base_model="stub/base")
-    watching = Watching(sampler._session, sampler._sampling_session_id)
+    watching = Watching(sampler.session, sampler._sampling_session_id)
     paused = {"type": "try_again", "queue_state": "paused_rate_limit", "queue_state_reason": "too keen"}
     stub.script("retrieve_future", *[status(408, body=paused)] * 3)
     with caplog.at_level(logging.INFO, "tinkex"):

@@ -91,7 +91,7 @@ def test_every_call_that_waits_takes_a_timeout(stub: Stub, clients: dict[type, A
     assert call.parameters["timeout"].kind is inspect.Parameter.KEYWORD_ONLY
     stub.script("*", hang(), always=True)
     if call.name == "get_sampler_handle":
-        clients[call.client]._session._opening = None  # as if it had not been opened yet
+        clients[call.client].session._opening = None  # as if it had not been opened yet
     with pytest.raises(ResultTimeoutError):  # a listing, or a stream, waits when its items are wanted
         next(iter(do(clients[call.client], call, **call.arguments(timeout=0.05))))
 

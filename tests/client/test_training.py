@@ -299,7 +299,7 @@ def test_a_failed_chunk_fails_the_pass(stub: Stub) -> None:
 def test_what_was_never_sent_uses_no_seq_id(stub: Stub, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that could not be found, say: no gap that a server would wait for."""
     train(run)
-    credential: Any = run._session.connection.transport.credential
+    credential: Any = run.session.connection.transport.credential
 
     def broken() -> str:
         raise InvalidInputError("no key today")
@@ -360,7 +360,7 @@ def test_nobody_waits_for_what_takes_a_lost_submissions_place(
 def test_chunks_lost_for_good_hold_up_nothing_that_comes_after(stub: Stub) -> None:
     stub.gap_seconds = 1000
     run = small_chunks(stub)
-    fast_retries(run._queue, lost_budget=0.2)
+    fast_retries(run.queue, lost_budget=0.2)
     where = lambda request: read_pass(request.body).seq_id == 2  # noqa: E731
     stub.script("forward_backward", *[drop()] * 50, where=where)
     with pytest.raises(APIConnectionError):

@@ -152,9 +152,10 @@ class InterruptedAfter(Screen):
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_ctrl_c_during_the_last_test_leaves_a_bookmark_too(
-    model: Path, out: Path, capsys: pytest.CaptureFixture[str], kind: str
+    model: Path, out: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, kind: str
 ):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     if kind == "sft":
         demo = AYE(str(model), out, steps=2, rank=4).play
     else:

@@ -24,7 +24,7 @@ from tinkex.server.gateway import WHY
 from tinkex.server.serve import Server, StartError
 from tinkex.server.signing import DownloadSigner, WeightsTokens, derive, home_secret
 from tinkex.service.futures import failure
-from tinkex.service.home import Home
+from tinkex.service.home import prepare
 from tinkex.service.ledger import Ledger
 from tinkex.service.refusal import Refusal
 from tinkex.types.futures import PendingFuture
@@ -268,7 +268,7 @@ def test_links_end_with_the_key_they_were_made_for(start: Callable[..., Running]
 
 
 def test_the_ledger_and_a_new_home_are_their_owners_alone(tmp_path: Path) -> None:
-    home = Home(tmp_path / "new").root
+    prepare(home := tmp_path / "new")
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
     Ledger(home / "ledger.sqlite").close()
     (home / "ledger.sqlite").chmod(0o644)  # of an older version
@@ -277,7 +277,8 @@ def test_the_ledger_and_a_new_home_are_their_owners_alone(tmp_path: Path) -> Non
     ledger.revoke_key(1, 0.0)
     assert {stat.S_IMODE(file.stat().st_mode) for file in home.glob("ledger.sqlite*")} == {0o600}
     ledger.close()
-    assert stat.S_IMODE(Home(home).root.stat().st_mode) == 0o700
+    prepare(home)
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
 
 
 def test_errors_over_http_name_no_directories_of_the_server(start: Callable[..., Running]) -> None:

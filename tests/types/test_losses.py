@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tinkex import Datum, InvalidInputError, ModelInput
-from tinkex.engine.torch.losses import LOSSES as TORCH_LOSSES
+from tinkex.engine.torch.losses import TORCH_LOSSES
 from tinkex.types import LossFnType
 from tinkex.types.data import LIST_DTYPES
 from tinkex.types.losses import FORMULAS, LOSSES, filled_inputs, loss_settings

@@ -82,8 +82,9 @@ def test_every_endpoint_has_one_row():
 
 
 def test_a_name_is_the_name_of_its_constant():
-    for name, op in ops.OPS.items():
-        assert getattr(ops, name.upper()) is op
+    constants = {name.lower(): op for name, op in vars(ops).items() if isinstance(op, ops.Op)}
+    assert constants == ops.OPS | {"stream_sample": ops.STREAM_SAMPLE}
+    assert all(op.name == name for name, op in constants.items())
 
 
 @pytest.mark.parametrize("op", ROWS, ids=lambda op: op.name)

@@ -15,8 +15,6 @@ from tinkex.cli.target import error_message, rest, where
 if TYPE_CHECKING:
     from tinkex.types.checkpoints import Checkpoint, ParsedCheckpointTinkerPath
 
-KINDS = ("weights", "sampler_weights", "external_weights")
-
 
 @click.group()
 def checkpoint() -> None:
@@ -120,7 +118,7 @@ def set_ttl(checkpoint_path: str, ttl: int | None, remove: bool) -> None:
 @checkpoint.command("delete")
 @click.argument("checkpoint_paths", nargs=-1)
 @click.option("--run-id", help="Delete the checkpoints of this run: all, or those that the filters keep.")
-@click.option("--type", "kind", metavar="TYPE", help=f"Filter: {', '.join(KINDS)}.")
+@click.option("--type", "kind", metavar="TYPE", help="Filter: weights, sampler_weights, external_weights.")
 @click.option(
     "--before", metavar="DATE", help="Filter: saved before then (2026-01-31, 2026-01-31T08:00:00Z; UTC)."
 )
@@ -137,12 +135,14 @@ def delete(
     tinkex checkpoint delete tinker://RUN/weights/0001 tinker://RUN/weights/0002
     tinkex checkpoint delete --run-id RUN --type weights --before 2026-01-31
     """
+    from tinkex.types.checkpoints import FOLDERS
+
     if bool(checkpoint_paths) == bool(run_id):
         raise click.ClickException("name the checkpoints to delete, or give --run-id RUN, not both")
     if not run_id and (kind or before or after):
         raise click.ClickException("--type, --before and --after go with --run-id")
-    if kind not in (None, *KINDS):
-        raise click.ClickException(f"--type {kind}: there are {', '.join(KINDS)}")
+    if kind not in (None, *FOLDERS):
+        raise click.ClickException(f"--type {kind}: there are {', '.join(FOLDERS)}")
     first, end = _date("--after", after, datetime.min), _date("--before", before, datetime.max)
     with rest() as client:
         paths = list(checkpoint_paths)

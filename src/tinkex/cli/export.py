@@ -44,7 +44,7 @@ def export(
                   --quantize q4_k_m                         for llama.cpp
     tinkex export tinker://RUN/weights/final folder --format gguf --ollama
 
-    Interrupted, it goes on where it stopped when you type the same again. One tensor is in memory at a time.
+    Type an interrupted command again to continue it. One tensor is in memory at a time.
     """
     from tinkex.cli.model_card import model_card, repository, upload
     from tinkex.cli.transfer import fetch_checkpoint, hub

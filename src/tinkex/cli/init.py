@@ -22,7 +22,7 @@ def init(directory: Path, model: str) -> None:
     tinkex init my-model
     cd my-model && python train.py
 
-    Nothing that is there already is overwritten.
+    It overwrites no existing file.
     """
     there = [name for name in (*_FILES, "data") if (directory / name).exists()]
     if there:

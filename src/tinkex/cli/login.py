@@ -73,7 +73,7 @@ def login() -> None:
 @auth.command("logout")
 @format_option
 def logout() -> None:
-    """Remove the stored key. A key made for this machine alone is deleted on the server too."""
+    """Remove the stored key. A key that login made is deleted on the server too."""
     from tinkex.wire import ops
 
     store = _store()

@@ -132,7 +132,7 @@ def _wrapped(pieces: Sequence[str], width: int) -> Iterator[str]:
 
 
 def _show_facts(facts: Mapping[str, Any]) -> None:
-    """Names and values of one thing. A value that does not fit beside its name is printed below it."""
+    """Names and values of one thing. A long value is printed below its name."""
     margin = min(_LONG_NAME, max(map(len, facts))) + 2
     for name, fact in facts.items():
         value = text(fact)
@@ -252,7 +252,7 @@ def needing(extra: str, what: str = "this") -> Generator[None]:
 
 @contextmanager
 def answered(otherwise: str) -> Generator[None]:
-    """Around a prompt: where nobody can answer, fail with the message `otherwise`."""
+    """Wraps a prompt: without a terminal it fails with the message `otherwise`."""
     try:
         yield
     except click.Abort:

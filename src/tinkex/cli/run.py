@@ -94,7 +94,7 @@ def _loss_curve(run: TrainingRun, client: RestClient) -> str | None:
 
 
 def _status(run: TrainingRun) -> str:
-    """In one word; servers other than ours only say whether a run is corrupted."""
+    """The state as one word; other servers only report whether a run is corrupted."""
     return (run.status or ("failed" if run.corrupted else "active")).capitalize()
 
 

@@ -1,4 +1,4 @@
-"""`tinkex run rename`, `tag`, `delete` and `prune`: what is changed about runs. Only Tinkex servers do."""
+"""`tinkex run rename`, `tag`, `delete` and `prune`: changes to runs, which only Tinkex servers offer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def delete(run_ids: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
 @_yes
 @format_option
 def prune(older_than: str, states: tuple[str, ...], max_steps: int | None, **options: bool) -> None:
-    """Delete runs that nobody has used for long. Those with checkpoints stay, without --checkpoints."""
+    """Delete runs that were not used for long. Runs with checkpoints stay, unless --checkpoints is given."""
     before = datetime.now(UTC) - _age(older_than)
     wanted = states or ("finished", "interrupted", "failed")
     with rest() as client:

@@ -235,7 +235,7 @@ def read_placements(
 
 
 def _join_cluster(address: str) -> None:
-    """Before anything else: a cluster that cannot be used is a mistake of whoever starts the server."""
+    """Check the cluster first, so that a wrong address fails before anything is started."""
     from tinkex.engine.cluster.connection import connect
     from tinkex.engine.protocol import EngineError
 

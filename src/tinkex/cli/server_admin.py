@@ -147,9 +147,9 @@ def revoke(key: str, home: Path, url: str) -> None:
 def repair(owner: str, store: str, url: str, home: Path) -> None:
     """Rebuild a lost or damaged ledger, and say what is lost.
 
-    It takes what the old file still holds, then what the run directories tell, and the store if one is given.
-    The old file is kept. With --ledger, a Postgres database is given the rows that it lacks of what the store
-    has. Stop the servers first. `tinkex server keys add NAME --owner OWNER` makes a key for what was found.
+    It reads the old file, then the run directories, and the store if one is given. The old file is kept.
+    With --ledger it adds to a Postgres database the rows that only the store has. Stop the servers first.
+    `tinkex server keys add NAME --owner OWNER` makes a key for the runs that were found.
     """
     from tinkex.service.repair import repair as rebuild
     from tinkex.service.repair_store import repair_shared

@@ -1,6 +1,6 @@
-"""Which server a command talks to: the one that is set or, without a key and a server, this machine's home.
+"""Which server a command uses: the one that is set or, without a key and a server, this machine's home.
 
-The rule is ServiceClient's, so that a command sees what a script beside it sees. The home may be in use by
+The rule is that of ServiceClient, so a command and a script see the same runs. The home may be in use by
 another process at the same time; no model is loaded. `explain` turns an error into one line with advice.
 """
 

@@ -17,9 +17,10 @@ import click
 from tinkex import errors
 from tinkex.cli.output import bar, note
 from tinkex.cli.target import rest
-from tinkex.client.download import Progress, download_archive, download_files, new_directory
+from tinkex.client.download import download_archive, download_files, new_directory
 from tinkex.client.rest import RestClient
 from tinkex.config import LOCAL
+from tinkex.files import ByteProgress
 from tinkex.models import hub_name
 from tinkex.store import CHECKSUMS
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
@@ -58,7 +59,7 @@ def fetch_checkpoint(
 
 
 def _fetch(
-    client: RestClient, saved: ParsedCheckpointTinkerPath, directory: Path, progress: Progress
+    client: RestClient, saved: ParsedCheckpointTinkerPath, directory: Path, progress: ByteProgress
 ) -> None:
     path = saved.tinker_path
     if saved.checkpoint_type == "external":
@@ -79,7 +80,7 @@ def _fetch(
 
 
 def _export(
-    client: RestClient, saved: ParsedCheckpointTinkerPath, directory: Path, progress: Progress
+    client: RestClient, saved: ParsedCheckpointTinkerPath, directory: Path, progress: ByteProgress
 ) -> None:
     """Load the checkpoint into a run, export that, download the export and delete it."""
     import tinkex
@@ -96,7 +97,7 @@ def _export(
 
 
 def import_source(
-    source: str, base: str | None, name: str | None, ttl: int | None, progress: Progress
+    source: str, base: str | None, name: str | None, ttl: int | None, progress: ByteProgress
 ) -> tuple[str, str]:
     """Import an adapter into the service in use; its path and its base model.
 

@@ -26,6 +26,7 @@ from tinkex.errors import (
     RequestFailedError,
     TinkerError,
 )
+from tinkex.files import ByteProgress
 from tinkex.types.checkpoints import ImportWeightsRequest, UploadWeightsRequest
 from tinkex.wire import ops
 
@@ -33,7 +34,6 @@ PIECE = 8 * 1024 * 1024
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _OPTIONAL = ("tinkex.json", "optimizer.safetensors", "SHA256SUMS")
 _CONTEXT = CallContext("import_checkpoint")
-Progress = Callable[[int, int | None], None]
 Opened = dict[str, tuple[int, Callable[[], IO[bytes]]]]  # by name: size, and how to open it
 
 
@@ -44,7 +44,7 @@ async def import_adapter(
     base_model: str | None = None,
     name: str | None = None,
     ttl_seconds: int | None = None,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
 ) -> str:
     """Upload an adapter and make it a checkpoint; returns its path."""
     place = await in_own_thread(lambda: _local(str(source)))

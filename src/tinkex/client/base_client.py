@@ -118,7 +118,7 @@ class ModelClient(ABC):
     """A client of one model: a run's or a sampler's."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self.session = session  # internal, as `queue` of a run is
         self._connection = session.connection
 
     @abstractmethod

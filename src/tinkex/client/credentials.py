@@ -38,13 +38,13 @@ log = logging.getLogger("tinkex")
 Source = Literal["argument", "environment", "command", "store", "loopback"]
 
 STORE_VERSION = 1  # of the file of stored keys
-LOOPBACK_KEY = "tml-local"  # well-formed, and nobody's
+LOOPBACK_KEY = "tml-local"  # well-formed, and belongs to no account
 COMMAND_TIMEOUT = 60.0
 COMMAND_TOKEN_LIFE = 60.0  # seconds for which a printed token is used, if it does not say itself
 REFRESH_EARLY = 300.0  # seconds before a JWT's end at which a new one is fetched in the background
 REFRESH_NOW = 60.0  # … and at which callers wait for it
 REFRESH_PAUSE = 60.0  # after a failed refresh
-FRESH_FOR = 10.0  # a new JWT is used at least this long, whatever its `exp` and our clock say
+FRESH_FOR = 10.0  # a new JWT is used at least this long, even if its `exp` is earlier by our clock
 
 NO_CREDENTIAL = (
     "no API key: pass api_key=…, set TINKER_API_KEY, set TINKER_CREDENTIAL_CMD to a command that prints a "
@@ -78,7 +78,7 @@ class Credential:
 
     def __init__(self, key: str, source: Source) -> None:
         self.source: Source = source
-        self.identity = _identity("key", key)  # a hash that tells credentials apart
+        self.identity = _identity("key", key)  # a hash that identifies the credential
         self._token = key
 
     def current(self) -> str | None:
@@ -213,7 +213,7 @@ class JwtCredential(_FetchedCredential):
         return True
 
     async def _renew(self) -> str:
-        from tinkex.types.config import EmptyRequest  # it imports numpy, which keys alone do not need
+        from tinkex.types.config import EmptyRequest  # it imports numpy, which API keys do not need
         from tinkex.wire import ops
 
         try:
@@ -267,7 +267,7 @@ def resolve(settings: Settings, api_key: str | None = None, base_url: str = "") 
 
 
 def resolve_from_source(source: str, settings: Settings) -> Credential:
-    """The credential that a pickled client says it used, found anew in this process."""
+    """Find the credential of a pickled client again, in this process."""
     if (found := _find(source, settings)) is not None:
         return found
     missing = _NOT_FOUND.get(source, _NOT_FOUND["argument"]).format(path=settings.credentials_file)
@@ -304,7 +304,7 @@ def _find(source: str, settings: Settings) -> Credential | None:
 
 @dataclass(frozen=True)
 class StoredKey:
-    """One key in the store. A `generated` one was made for this machine alone; logout deletes it."""
+    """One key in the store. A `generated` one was made by login; logout deletes it."""
 
     key: str = field(repr=False)
     name: str = ""

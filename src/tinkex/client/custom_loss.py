@@ -86,7 +86,7 @@ class LossHandle:
 
     @cached_property
     def key(self) -> str:
-        """A hash of the graph and its inputs: equal for equal losses, whatever their names."""
+        """A hash of the graph and its inputs: equal for equal losses, even under other names."""
         parts = [item.model_dump_json() for item in self.inputs] + [self.wire.model_dump_json()]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -2,8 +2,8 @@
 
 Promises: no credential is sent, since a signed URL is one; `file://` URLs (of an embedded service; a
 server's replies cannot have any) are read directly; an interrupted download leaves nothing behind; a tar
-cannot write outside its directory; however much is sent, some of the disk stays free; a file that is not what
-the checksums beside it say is refused (DamagedError). Blocking.
+cannot write outside its directory; a download never fills the disk; a file that does not match its checksum
+is refused (DamagedError). Blocking.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from tinkex.errors import (
     TinkerError,
     status_error,
 )
-from tinkex.files import replacing
+from tinkex.files import ByteProgress, replacing
 from tinkex.store import verify
 
-Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
 _CHUNK = 1024 * 1024
 _TIMEOUT = 60.0
 _LEAVE_FREE = 256 * 1024 * 1024  # bytes of the disk that no download takes
 
 
-def download(url: str, target: Path, progress: Progress = lambda done, total: None) -> int:
+def download(url: str, target: Path, progress: ByteProgress = lambda done, total: None) -> int:
     """Download `url` to the file `target`; returns its size in bytes."""
     if (local := _local(url)) is not None:
         shutil.copyfile(local, target)
@@ -53,7 +52,7 @@ def download(url: str, target: Path, progress: Progress = lambda done, total: No
         return _receive(url, write, progress)
 
 
-def _receive(url: str, write: Callable[[bytes], object], progress: Progress) -> int:
+def _receive(url: str, write: Callable[[bytes], object], progress: ByteProgress) -> int:
     headers = {"User-Agent": f"tinkex/{__version__}"}
     request = FailedRequest("GET", url.partition("?")[0])  # without the signature
     done = 0
@@ -78,7 +77,7 @@ def _receive(url: str, write: Callable[[bytes], object], progress: Progress) -> 
 
 
 class _HttpOnly(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to http and https alone."""
+    """Follows redirects to http and https only."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
@@ -120,7 +119,7 @@ def new_directory(target: Path, *, overwrite: bool) -> Generator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def download_files(urls: Mapping[str, str], directory: Path, progress: Progress) -> None:
+def download_files(urls: Mapping[str, str], directory: Path, progress: ByteProgress) -> None:
     """Download every file to its name below `directory`."""
     before = 0
     for name, url in urls.items():
@@ -135,7 +134,7 @@ def download_files(urls: Mapping[str, str], directory: Path, progress: Progress)
     verify(directory)
 
 
-def download_archive(url: str, directory: Path, progress: Progress = lambda done, total: None) -> None:
+def download_archive(url: str, directory: Path, progress: ByteProgress = lambda done, total: None) -> None:
     """Download a tar and unpack it into `directory`; a local one is unpacked where it is."""
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".archive.") as scratch:
         if (file := _local(url)) is None:

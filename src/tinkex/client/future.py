@@ -1,7 +1,7 @@
 """APIFuture: the one future type of the SDK, a `concurrent.futures.Future` that any event loop can await.
 
 Promises: a wait that times out cancels nothing and can be repeated; waiting where the result could never
-arrive (on the background thread, in a forked child) raises; an unread failure is logged (unread.py).
+arrive (on the background thread, in a forked child) raises; an unread failure is logged.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def completed(value: T, what: str = "request") -> APIFuture[T]:
     return future
 
 
-# -- failures that nobody reads --------------------------------------------------------------------------
+# -- failures that are never read ------------------------------------------------------------------------
 # A training loop that never reads its futures would not notice that all of its steps fail. So one warning
 # counts all unread failures and quotes the first; it comes after a while, or at exit.
 

@@ -2,8 +2,8 @@
 
 It costs a third of the CPU of a full HTTP library, because it has no TLS, proxies, redirects or HTTP/2.
 Promises: arrays are written without a copy; a connection is reused only after a whole response; each stream
-has one of its own; memory grows with the bytes that arrive, whatever was announced, and a body has a limit.
-Raises OSError and nothing else, and no message has words of the server. Knows nothing of Tinker.
+has one of its own; memory grows with the bytes that arrive, not with the announced length; bodies have a
+limit. Raises only OSError, whose messages quote nothing of the server. Knows nothing of Tinker.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tinkex.wire.codec import unpack
 
 Body = bytes | Sequence[bytes | memoryview]
 MAX_HEAD = 64 * 1024
-MAX_BODY = 1 << 30  # bytes of a whole response, packed and unpacked: honest results are a tenth of it
+MAX_BODY = 1 << 30  # bytes of a whole response, compressed or not; real results are at most a tenth of it
 SCRATCH = 64 * 1024  # bytes of the read buffer; longer bodies are received in place
-TRUSTED = 1 << 24  # bytes that are allocated on a response's word; the rest, as it arrives
+TRUSTED = 1 << 24  # bytes allocated for an announced length; more is allocated as it arrives
 STREAM_BUFFER = 256 * 1024  # unread bytes of a stream at which the socket is no longer read
 
 
@@ -57,7 +57,7 @@ class StaleConnectionError(ConnectionError):
 
 
 class RefusedResponseError(ConnectionError):
-    """A response that is refused for what it is: another attempt would get the same."""
+    """A response that must not be read; another attempt would get the same."""
 
 
 class Http1Client:
@@ -250,7 +250,7 @@ class _Http1Connection(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         if self._socket is not None:
-            self._socket.abort()  # without sending the rest of a request that was given up
+            self._socket.abort()  # the rest of a cancelled request is not sent
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

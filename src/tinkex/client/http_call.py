@@ -59,21 +59,21 @@ class Call:
     request: Any
     context: CallContext
     pool: Pool
-    owner: str
+    source: str
     idempotency_key: str = ""
-    tries: int = 0  # that failed
-    started: float | None = None  # when its retry budget began, by time.monotonic()
-    error: APIError | None = None  # of the last attempt
-    token: str = field(default="", repr=False)  # the credential of the last attempt
-    headers: dict[str, str] = field(default_factory=dict[str, str], repr=False)  # of the last attempt
-    renewed: bool = False  # was it refused for its token, and sent again with another?
+    tries: int = 0  # failed attempts
+    started: float | None = None  # start of its retry budget, by time.monotonic()
+    error: APIError | None = None  # the last attempt's
+    token: str = field(default="", repr=False)  # the last attempt's credential
+    headers: dict[str, str] = field(default_factory=dict[str, str], repr=False)  # the last attempt's
+    renewed: bool = False  # was it sent again with another token?
 
     def redacted(self, value: Any) -> Any:
-        """What the server said, without the credentials that it was sent."""
+        """Text of the server, without the credentials of the request."""
         return redacted(value, secrets_of(self.headers))
 
 
-def owner_of(request: Any) -> str:
+def source_of(request: Any) -> str:
     """The sampler or run that a request belongs to, for fair limits; "" if it belongs to none."""
     return getattr(request, "sampling_session_id", None) or getattr(request, "model_id", None) or ""
 
@@ -98,7 +98,7 @@ def headers_of(call: Call, encoded: codec.Encoded, given: dict[str, str]) -> dic
 
 
 class Pace:
-    """Lets the event loop run everything else between two bodies that it handles itself."""
+    """Lets the event loop do other work between two bodies that it encodes or decodes itself."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -109,7 +109,7 @@ class Pace:
 
 
 async def encode(call: Call, *, proto: bool, compress: bool, pace: Pace) -> codec.Encoded:
-    """A request's path, query, headers and body. `proto` and `compress` concern forward_backward only."""
+    """A request's path, query, headers and body. `proto` and `compress` apply to forward_backward only."""
     op, request = call.op, call.request
     compress = compress and op is ops.FORWARD_BACKWARD
     write = partial(codec.encode_request, op, request, proto=proto, compress=compress)

@@ -40,7 +40,7 @@ SILENCE = 5.0  # seconds without any response, after which a connection may be d
 MAX_REDIRECTS = 5
 MAX_ERROR_BODY = 1 << 20  # bytes of an error that are read where a stream was expected
 
-# Statuses besides 2xx that are a reply, not a failure: "not yet", and "it is over there".
+# Statuses other than 2xx that are a reply and no failure: "not ready yet", and a redirect.
 ALSO_OK: dict[str, tuple[int, ...]] = {
     ops.RETRIEVE_FUTURE.name: (408,),
     ops.GET_CHECKPOINT_ARCHIVE_URL.name: (301, 302, 303, 307, 308),
@@ -65,7 +65,7 @@ class HttpPools:
     """One server's connections; `keep` says how many of each kind stay open while idle."""
 
     def __init__(self, base_url: str, timeouts: Timeouts, keep: Mapping[Pool, int], *, plain: bool) -> None:
-        self._plain = plain  # is there neither TLS nor a proxy on the way to the server?
+        self._plain = plain  # plain TCP: no TLS and no proxy
         self._base_url, self._timeouts, self._keep = base_url, timeouts, keep
         self._clients: dict[tuple[Pool, bool], Http1Client | LibraryClient] = {}
 

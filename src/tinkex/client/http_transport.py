@@ -29,15 +29,15 @@ from tinkex.client.http_call import (
     decode,
     encode,
     headers_of,
-    owner_of,
     read_events,
     refused_response,
     response_error,
     root_cause,
+    source_of,
     with_history,
 )
 from tinkex.client.http_pools import LIBRARY_ERRORS, HttpPools, capacities, is_reply
-from tinkex.client.limits import FairLimiter, Permit, shared_host, shared_rate_limit
+from tinkex.client.limits import shared_host, shared_rate_limit
 from tinkex.client.retry import Attempt, RetryPolicy, retryable
 from tinkex.client.transport import CLOSED, NO_CONTEXT, AnyOp, CallContext
 from tinkex.config import Timeouts, is_loopback
@@ -48,6 +48,7 @@ from tinkex.errors import (
     InvalidInputError,
     NotFoundError,
 )
+from tinkex.fair_permits import FairPermits, Permit
 from tinkex.types.config import ClientConfigRequest, ClientConfigResponse
 from tinkex.types.sampling import SampleEvent, SampleRequest
 from tinkex.wire import codec, ops
@@ -72,7 +73,7 @@ def _body_limits(config: ClientConfigResponse) -> dict[str, int]:
 
 
 class HttpTransport:
-    """A Tinker server over HTTP. `direct`: no proxy stands before it. Implements `Transport`."""
+    """A Tinker server over HTTP. `direct`: there is no proxy. Implements `Transport`."""
 
     def __init__(
         self,
@@ -96,9 +97,9 @@ class HttpTransport:
         caps = capacities(https)
         plain = not https and (direct or is_loopback(base_url))
         self._pools = HttpPools(base_url, self.timeouts, caps, plain=plain)
-        self._permits = {pool: FairLimiter(cap) for pool, cap in caps.items()}
+        self._permits = {pool: FairPermits(cap) for pool, cap in caps.items()}
         limits = _body_limits(ClientConfigResponse())
-        self._body_bytes = {op: FairLimiter(size) for op, size in limits.items()}
+        self._body_bytes = {op: FairPermits(size) for op, size in limits.items()}
         self._body_bytes[ops.STREAM_SAMPLE.name] = self._body_bytes[ops.SAMPLE.name]
         self._rate = shared_rate_limit(base_url, credential.identity)
         self._host = shared_host(base_url)
@@ -152,7 +153,7 @@ class HttpTransport:
         op = ops.STREAM_SAMPLE
         call = self._new_call(op, request, context)
         with self._in_flight:
-            async with self._permits[op.pool].permit(owner=call.owner):
+            async with self._permits[op.pool].permit(call.source):
                 with tracing.span(f"transport {op.name}", kind="client", within=True):
                     outcome = await self._attempt(call)
                     while isinstance(outcome, Attempt):
@@ -166,8 +167,8 @@ class HttpTransport:
                     await outcome.stream.aclose()
 
     def _new_call(self, op: AnyOp, request: Any, context: CallContext) -> Call:
-        pool = Pool.SAMPLE if context.ready else op.pool  # fetching a result that is there is no long poll
-        return Call(op, request, context, pool, context.owner or owner_of(request))
+        pool = Pool.SAMPLE if context.ready else op.pool  # a result that is ready needs no long poll
+        return Call(op, request, context, pool, context.source or source_of(request))
 
     # -- one attempt -------------------------------------------------------------------------------------
 
@@ -230,13 +231,13 @@ class HttpTransport:
     def _room_for_body(self, call: Call) -> Permit | nullcontext[None]:
         if (limiter := self._body_bytes.get(call.op.name)) is None:
             return _UNLIMITED
-        return limiter.permit(codec.request_size(call.request), call.owner)
+        return limiter.permit(call.source, codec.request_size(call.request))
 
     def _permit(self, call: Call) -> Permit | nullcontext[None]:
         """A permit of the call's kind of traffic; `stream` holds its own until it ends."""
         if call.op is ops.STREAM_SAMPLE:
             return _UNLIMITED
-        return self._permits[call.pool].permit(owner=call.owner)
+        return self._permits[call.pool].permit(call.source)
 
     # -- after a failed attempt --------------------------------------------------------------------------
 
@@ -318,7 +319,7 @@ class HttpTransport:
         raise with_history(error, call.tries, time.monotonic() - call.started, host.state())
 
     async def _probe(self) -> None:
-        """Does the host respond, whatever it says? OSError if not."""
+        """Check that the host responds, with any status; OSError if it does not."""
         self._in_flight.check_open()
         url = self.base_url + ops.GET_HEALTH.path
         try:

@@ -1,7 +1,6 @@
-"""Limits that requests wait for: fair permits, and the state that all clients of one server share.
+"""What all clients of one server share: the pause after a 429, and the circuit breaker of a host.
 
-Promises: every acquire and release is O(1); owners (runs, samplers) take turns, and the requests of one owner
-are first in, first out; a cancelled waiter gives up its place. Runs on the background loop.
+Promises: a cancelled waiter gives up its place. Runs on the background loop.
 """
 
 from __future__ import annotations
@@ -9,85 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 
 from tinkex.errors import ClientClosedError
 
 CIRCUIT_LIMIT = 5  # failures to connect in a row, after which a host's circuit opens
-
-
-class FairLimiter:
-    """A semaphore of `capacity` units with one queue per owner, served round-robin.
-
-    A request for more units than there are is admitted alone.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.used = 0
-        self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()  # by owner
-
-    def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
-    def _fits(self, units: int) -> bool:
-        return self.used == 0 or self.used + units <= self.capacity
-
-    async def acquire(self, units: int = 1, owner: str = "") -> None:
-        if not self._waiting and self._fits(units):
-            self.used += units
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append((units, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.release(units)  # it was admitted in the same iteration of the loop
-            raise
-
-    def release(self, units: int = 1) -> None:
-        self.used -= units
-        self._admit()
-
-    def resize(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting:
-            owner, queue = next(iter(self._waiting.items()))
-            units, turn = queue[0]
-            if not turn.done() and not self._fits(units):
-                return
-            queue.popleft()
-            if not queue:
-                del self._waiting[owner]
-            elif not turn.done():
-                self._waiting.move_to_end(owner)
-            if not turn.done():  # else it was cancelled
-                self.used += units
-                turn.set_result(None)
-
-    def permit(self, units: int = 1, owner: str = "") -> Permit:
-        """`async with limiter.permit(n, owner):` acquires and always releases."""
-        return Permit(self, units, owner)
-
-
-class Permit:
-    """Units of a limiter for the length of an `async with` block."""
-
-    __slots__ = ("_limiter", "_owner", "_units")
-
-    def __init__(self, limiter: FairLimiter, units: int, owner: str) -> None:
-        self._limiter, self._units, self._owner = limiter, units, owner
-
-    def __aenter__(self) -> Awaitable[None]:
-        return self._limiter.acquire(self._units, self._owner)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._limiter.release(self._units)
 
 
 class RateLimit:
@@ -168,10 +93,10 @@ class Host:
     async def reachable(
         self, within: float, probe: Callable[[], Awaitable[object]], delay: Callable[[int], float]
     ) -> bool:
-        """Wait until the host responds; False if it did not `within` so many seconds.
+        """Wait until the host responds; False if it did not within `within` seconds.
 
-        One caller's `probe`, which raises OSError if the host does not respond, runs at a time; the next one
-        starts `delay(n)` seconds after the n-th.
+        One `probe` runs at a time, and raises OSError if the host does not respond; the next one starts
+        `delay(n)` seconds after the n-th.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + within
@@ -188,7 +113,7 @@ class Host:
         return not self.is_open
 
     async def _probe(self, probe: Callable[[], Awaitable[object]], delay: Callable[[int], float]) -> None:
-        """Probe once, and again while anybody waits."""
+        """Probe once, and again while there are waiters."""
         while self.is_open:
             await asyncio.sleep(self._last + delay(self._probes) - time.monotonic())
             try:

@@ -25,6 +25,7 @@ from torch import fx
 from torch.fx.node import _get_qualified_name
 
 from tinkex.errors import InvalidInputError
+from tinkex.types.losses import MAX_INPUTS
 from tinkex.types.training import CustomLossGraph, CustomLossInput, CustomLossNode
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     _Torch = fx.Node | torch.dtype | torch.layout | torch.memory_format | torch.device
     _Argument = _Plain | _Torch | EllipsisType
 
-MAX_INPUTS = 16
 _INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _OURS = (str(Path(torch.__file__).parent) + os.sep, __file__)

@@ -39,10 +39,10 @@ from tinkex.wire import ops
 from tinkex.wire.ops import Op
 
 log = logging.getLogger("tinkex")
-MAX_FAILURES = 8  # of a batch poll in a row, before single polls replace it for good
-EARLY_KEPT = 120.0  # seconds that a completion is kept for a caller that has not asked yet
-QUICK_POLL = 1.0  # seconds: a "not yet" that came sooner was no long poll, so wait before the next
-PACE = 0.1  # seconds between polls of a server that does not hold them
+MAX_FAILURES = 8  # of a batch poll in a row, after which only single polls are used
+EARLY_KEPT = 120.0  # seconds for which a completion without a waiter is kept
+QUICK_POLL = 1.0  # seconds; after a "not ready" that came sooner, wait before the next poll
+PACE = 0.1  # seconds between polls if the server answers them at once
 LOG_EVERY = 60.0  # seconds before the same queue state is logged again
 ACTIVE = "active"
 _UNLIMITED = nullcontext()
@@ -55,11 +55,11 @@ async def retrieve(
     *,
     observe: QueueListener = lambda state, reason: None,
     size: int | None = None,
-    owner: str = "",
+    source: str = "",
 ) -> Any:
     """The result of a request of `op`; raises RequestFailedError if the server failed it.
 
-    `size` says that the result is known to be there, and its bytes (0: unknown). `owner` is the run or
+    `size`: the result is known to be ready and has this many bytes (0: unknown). `source` is the run or
     sampler that shares the limits.
     """
     now, pause = asyncio.get_running_loop().time, 0.0
@@ -67,8 +67,8 @@ async def retrieve(
         while True:
             asked, ready = now(), size is not None
             request = FutureRetrieveRequest(request_id, allow_metadata_only=not ready)
-            context = CallContext(awaiting=op, ready=ready, owner=owner)
-            async with _UNLIMITED if size is None else connection.responses.permit(size, owner):
+            context = CallContext(awaiting=op, ready=ready, source=source)
+            async with _UNLIMITED if size is None else connection.responses.permit(source, size):
                 answer = await connection.transport.call(ops.RETRIEVE_FUTURE, request, context)
             if isinstance(answer, MetadataOnly) and not ready:
                 size = answer.size
@@ -88,15 +88,15 @@ async def retrieve(
 
 
 class BatchPoller:
-    """One long poll at a time for all samples of a sampling session; none while nobody waits."""
+    """One long poll at a time for all samples of a sampling session, while there are waiters."""
 
     def __init__(self, connection: ServerConnection, sampling_session_id: str, clone_id: int) -> None:
         self._connection = connection
         self._id = sampling_session_id
         self._target = SamplingSessionFuturesTarget(sampling_session_id=self._id, cloned_sampler_id=clone_id)
-        # Resolved with the size of the result once it is there; with None: poll for it alone.
+        # Resolved with the result's size once it is ready; with None, the caller polls by itself.
         self._waiting: dict[str, asyncio.Future[int | None]] = {}
-        # Completions that nobody waits for yet, or any more: when they came, and their sizes.
+        # Completions without a waiter: when they came, and their sizes.
         self._early: dict[str, tuple[float, int]] = {}
         self._fetching = 0  # callers whose result is being fetched
         self._changed = asyncio.Event()  # set when a caller came, left or got its result
@@ -124,12 +124,12 @@ class BatchPoller:
         self._fetching += 1
         try:
             return await retrieve(
-                self._connection, op, request_id, observe=observe, size=size, owner=self._id
+                self._connection, op, request_id, observe=observe, size=size, source=self._id
             )
         except ExpiredError:
             self._release_all()  # the server may have lost the others too
             raise
-        finally:  # nobody will ask for it again
+        finally:  # it is not asked for again
             self._fetching -= 1
             self._changed.set()
             self._early.pop(request_id, None)
@@ -138,7 +138,7 @@ class BatchPoller:
 
     async def _poll(self) -> None:
         try:
-            # One more poll after the last result was fetched, to tell the server what it may delete.
+            # One more poll after the last result was fetched: it says what the server may delete.
             while self._waiting or self._fetching or self._retrieved:
                 if (self._waiting or self._fetching) and not self._unanswered():
                     self._changed.clear()
@@ -164,13 +164,13 @@ class BatchPoller:
             self._task = None
 
     def _unanswered(self) -> bool:
-        """Is there anything to poll for? An idle poll would hold a permit that another sampler needs."""
+        """Does any caller wait? An idle poll would hold a permit that another sampler needs."""
         return any(not waiter.done() for waiter in self._waiting.values())
 
     def _release_all(self) -> None:
-        """Have every caller poll alone: a server that restarted may have lost their requests."""
+        """Let every caller poll by itself: a server that restarted may have lost their requests."""
         self._retrieved.clear()
-        self._cursor = 0  # a restarted server counts anew
+        self._cursor = 0  # a restarted server counts from 0
         for waiter in self._waiting.values():
             _resolve(waiter, None)
 

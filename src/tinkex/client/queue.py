@@ -125,7 +125,7 @@ class RunQueue(SendQueue):
         self._connection = session.connection
         self.model_id = model_id
         self._watch = session.watch(f"run {model_id}")
-        self._submitting = CallContext(owner=model_id, observer=self._watch.submitting)
+        self._submitting = CallContext(source=model_id, observer=self._watch.submitting)
         self._seq = 1  # create_model had seq id 0
         self._gaps: list[int] = []  # seq ids whose requests the server may not have accepted
         self._incomplete: str | None = None  # why the next step is refused: its pass was partly accepted
@@ -253,7 +253,7 @@ class RunQueue(SendQueue):
         raise errors[0]
 
     async def _result(self, op: Op[Any, Any], request_id: str) -> Any:
-        return await retrieve(self._connection, op, request_id, observe=self._watch, owner=self.model_id)
+        return await retrieve(self._connection, op, request_id, observe=self._watch, source=self.model_id)
 
     # -- gaps --------------------------------------------------------------------------------------------
 
@@ -326,10 +326,10 @@ class RunQueue(SendQueue):
 
 
 class RunWatch:
-    """Notices that the server has lost a run, though nobody makes a call: asks every `every` seconds.
+    """Polls the run every `every` seconds, to notice without a call that the server has lost it.
 
     A run is lost only if the server says so after it has known the run; an unreachable or restarting server
-    is asked again. `tell` is called once, before the run's next call raises RunLostError.
+    is polled again. `tell` is called once, before the run's next call raises RunLostError.
     """
 
     def __init__(self, run: RunQueue, every: float, tell: Callable[[RunLostError], object]) -> None:

@@ -1,7 +1,7 @@
-"""Redaction: what a reply becomes never contains a credential of its request.
+"""Removes credentials from replies.
 
-A server, or a proxy before it, may echo headers. Their values are replaced wherever its words can reach an
-exception, a log or a value that is shown or pickled. Knows only headers: what no request carried stays.
+A server or proxy may echo request headers; their values are replaced before they reach errors, logs or
+returned values.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _PLAIN = frozenset(
      "x-tinker-request-type", "x-tinker-sampling-backpressure"}
 )  # fmt: skip
 _BYTES = (bytes, bytearray)
-_SHORTEST = 8  # a shorter value is no secret, and would be found in the middle of honest words
+_SHORTEST = 8  # a shorter value is no secret, and would occur in ordinary words
 
 _LONGEST = 1024 * 1024  # of text that is searched for escaped secrets: a hostile server may send much more
 
 
 def secrets_of(headers: Mapping[str, str]) -> list[str]:
-    """The values of a request's headers that nobody else may see.
+    """The secret values among a request's headers.
 
     >>> secrets_of({"accept": "application/json", "x-api-key": "tml-1234"})
     ['tml-1234']

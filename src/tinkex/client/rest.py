@@ -127,13 +127,13 @@ class RestClient(CheckpointCalls):
     def update_training_run(
         self, training_run_id: str, *, name: str | None = None, tags: list[str] | None = None
     ) -> APIFuture[None]:
-        """Rename a run, or give it other tags; what is None stays as it is. Only Tinkex servers do."""
+        """Rename a run, or replace its tags; None changes nothing. Only Tinkex servers support this."""
         return self._submit(
             ops.UPDATE_RUN, "update_training_run", training_run_id=training_run_id, name=name, tags=tags
         )
 
     def delete_training_run(self, training_run_id: str, *, checkpoints: bool = False) -> APIFuture[None]:
-        """Delete a run for good; with `checkpoints` also what it saved, else it must have none.
+        """Delete a run; with `checkpoints` its checkpoints too, without it must have none.
 
         >>> rest.delete_training_run(run_id, checkpoints=True).result()  # doctest: +SKIP
         """

@@ -11,7 +11,7 @@
 
 After a few failures to connect in a row the host's circuit opens (limits.py): all its callers then wait for
 one shared probe, each for as long as the table allows. `x-should-retry` overrides the table; `retry-after-ms`
-beats `retry-after` in seconds, which beats a date; more than a minute is a minute.
+overrides `retry-after` in seconds, which overrides a date; a minute is the maximum.
 Pure: it decides from a failure and the elapsed time.
 """
 
@@ -152,7 +152,7 @@ class RetryPolicy:
         return max(0.0, (self.lost_budget if reached else self.connect_budget) - elapsed)
 
     def probe_delay(self, probes: int) -> float:
-        """Seconds before the next probe, after so many that failed."""
+        """Seconds before the next probe, after `probes` failed ones."""
         return min(self.backoff(probes + 1), self.probe_cap)
 
     def backoff(self, tries: int) -> float:

@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any
 
 from tinkex.client import loop as background
-from tinkex.client.limits import FairLimiter
 from tinkex.client.polling import BatchPoller, QueueWatch, retrieve
 from tinkex.client.retry import Attempt, RetryConfig, RetryPolicy
 from tinkex.client.session import Session
@@ -35,14 +34,14 @@ from tinkex.errors import (
     StreamingUnsupportedError,
     TinkerError,
 )
+from tinkex.fair_permits import FairPermits
 from tinkex.types.chunks import EncodedTextChunk
 from tinkex.types.futures import CancelFutureRequest, PendingFuture, RequestFailedResponse
 from tinkex.types.outputs import NewTokens, SampleResponse
-from tinkex.types.sampling import JoinSamplingSessionRequest, SampleRequest
+from tinkex.types.sampling import CLONE_STRIDE, JoinSamplingSessionRequest, SampleRequest
 from tinkex.wire import ops
 
 log = logging.getLogger("tinkex")
-CLONE_STRIDE = 1_000_000_000  # seq ids reserved for each copy of a sampler
 
 
 class SampleSender:
@@ -65,11 +64,11 @@ class SampleSender:
         self._retry = retry_config or RetryConfig()
         self._watch = watch
         self._clone = clone
-        self._context = CallContext(owner=sampling_session_id, retry=retry_config, observer=watch.submitting)
+        self._context = CallContext(source=sampling_session_id, retry=retry_config, observer=watch.submitting)
         self._opening: asyncio.Task[None] | None = None
         self._seq = itertools.count()
         self._first_seq = 0
-        self._limiter = FairLimiter(1)  # resized once the server's settings are known
+        self._limiter = FairPermits(1)  # resized once the server's settings are known
         self._batch: BatchPoller | None = None
         self._stuck = StuckDetector(sampling_session_id)
 
@@ -107,7 +106,7 @@ class SampleSender:
                 response = await self._batch.retrieve(ops.SAMPLE, promise.request_id, self._watch)
             else:
                 response = await retrieve(
-                    self._connection, ops.SAMPLE, promise.request_id, observe=self._watch, owner=self._id
+                    self._connection, ops.SAMPLE, promise.request_id, observe=self._watch, source=self._id
                 )
         except asyncio.CancelledError:
             background.spawn(self._cancel(promise.request_id))

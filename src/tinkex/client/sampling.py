@@ -109,7 +109,8 @@ class SamplingClient(ModelClient):
         `timeout` limits the wait for each next piece; a timeout cancels nothing. A server without streams
         raises StreamingUnsupportedError.
 
-        `for new in sampler.sample_stream(prompt, SamplingParams(max_tokens=64)): print(new.tokens)`
+        >>> for new in sampler.sample_stream(prompt, SamplingParams(max_tokens=64)):  # doctest: +SKIP
+        ...     print(new.tokens)
         """
         check_timeout(timeout)
         # No seq id: the server cancels a stream that breaks off, and must not find it again on a resend.
@@ -209,7 +210,7 @@ class SamplingClient(ModelClient):
     def from_sampler_handle(
         handle: str, *, api_key: str | None = None, default_headers_overrides: Mapping[str, str] | None = None
     ) -> SamplingClient:
-        """Create the sampler that a handle describes; the headers are sent besides the handle's own."""
+        """Create the sampler that a handle describes; the headers are added to the handle's."""
         more = check_headers(default_headers_overrides)
         try:
             state: dict[str, Any] = json.loads(base64.urlsafe_b64decode(handle))
@@ -240,7 +241,7 @@ class SamplingClient(ModelClient):
             "headers": {name: value for name, value in connection.headers.items() if name not in left},
             "timeouts": asdict(connection.timeouts),
             "credential": connection.credential_source,
-            "session_id": start(self._session.open).result(timeout),
+            "session_id": start(self.session.open).result(timeout),
             "sampling_session_id": self._sampling_session_id,
             "record_stability_info": self._record_stability_info,
             "base_model": self.base_model,

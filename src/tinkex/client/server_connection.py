@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 from tinkex.client import credentials
 from tinkex.client.future import APIFuture, start
 from tinkex.client.http_transport import HttpTransport
-from tinkex.client.limits import FairLimiter
 from tinkex.client.retry import RetryConfig
 from tinkex.client.telemetry import Telemetry
 from tinkex.client.transport import CLOSED, NO_CONTEXT, CallContext, Transport
 from tinkex.config import HOSTED_URL, Settings, Timeouts, console_url, normalize_url
 from tinkex.errors import ClientClosedError, InvalidInputError, TinkerError
+from tinkex.fair_permits import FairPermits
 from tinkex.types.config import ClientConfigResponse
 from tinkex.wire import ops
 from tinkex.wire.ops import Op
@@ -56,7 +56,7 @@ class ServerConnection:
         self.telemetry = telemetry
         self.config = ClientConfigResponse()
         # Bytes of results being fetched.
-        self.responses = FairLimiter(self.config.inflight_response_bytes_semaphore_size)
+        self.responses = FairPermits(self.config.inflight_response_bytes_semaphore_size)
         self.closed = False
         self._opened = False
         self._opening: asyncio.Task[None] | None = None
@@ -180,7 +180,7 @@ def connect(
 
 
 def _log_to_stderr(level: str) -> None:
-    """Set up logging as TINKER_LOG asks: once, and only if nobody else has."""
+    """Set up logging as TINKER_LOG says, unless the program has handlers already."""
     log = logging.getLogger("tinkex")
     if not log.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()

@@ -85,7 +85,7 @@ class RemoteServiceClient(BaseClient):
                 base_url, api_key, settings=settings, headers=headers, timeouts=timeouts, telemetry=telemetry
             )
         super().__init__(connection)
-        self._session = Session(
+        self.session = Session(
             connection, user_metadata=user_metadata, project_id=project_id, display_name=display_name,
             queue_observer=queue_state_observer,
         )  # fmt: skip
@@ -146,7 +146,7 @@ class RemoteServiceClient(BaseClient):
             user_metadata=user_metadata, optimizer_config=optimizer or AdamOptimizerConfig(), name=name,
             tags=tags,
         )  # fmt: skip
-        seq = next(self._session.run_seq)
+        seq = next(self.session.run_seq)
         return self._start(lambda: self._create(request, seq), "create_model")
 
     @blocking
@@ -201,24 +201,24 @@ class RemoteServiceClient(BaseClient):
         if request.base_model == "":
             raise InvalidInputError("base_model must be a model's name, or None for the checkpoint's, got ''")
         self._connection.check_open()
-        seq = next(self._session.run_seq)
+        seq = next(self.session.run_seq)
 
         async def resume() -> TrainingClient:
-            session_id = await self._session.open()
+            session_id = await self.session.open()
             if not self._connection.config.create_model_via_load_weights:
                 return await self._create_and_load(request, seq)
             numbered = request.model_copy(update={"session_id": session_id, "model_seq_id": seq})
             promise = await self._connection.call(ops.LOAD_WEIGHTS, numbered)
             loaded = await retrieve(self._connection, ops.LOAD_WEIGHTS, promise.request_id)
-            return TrainingClient(self._session, loaded.model_id or f"{session_id}:train:{seq}")
+            return TrainingClient(self.session, loaded.model_id or f"{session_id}:train:{seq}")
 
         return self._start(resume, "create_training_client_from_state")
 
     async def _create(self, request: CreateModelRequest, seq: int) -> TrainingClient:
-        numbered = request.model_copy(update={"session_id": await self._session.open(), "model_seq_id": seq})
+        numbered = request.model_copy(update={"session_id": await self.session.open(), "model_seq_id": seq})
         promise = await self._connection.call(ops.CREATE_MODEL, numbered)
         created = await retrieve(self._connection, ops.CREATE_MODEL, promise.request_id)
-        return TrainingClient(self._session, created.model_id)
+        return TrainingClient(self.session, created.model_id)
 
     async def _create_and_load(self, request: LoadWeightsRequest, seq: int) -> TrainingClient:
         """For a server that cannot load a checkpoint into a new run in one request."""
@@ -236,7 +236,10 @@ class RemoteServiceClient(BaseClient):
             tags=request.tags,
         )  # fmt: skip
         run = await self._create(new, seq)
-        await run._load(request.path, optimizer=request.optimizer, token=token)
+        load = LoadWeightsRequest(
+            model_id=run.model_id, path=request.path, optimizer=request.optimizer, weights_access_token=token
+        )
+        await run.queue.submit("load_state", ops.LOAD_WEIGHTS, load)
         return run
 
     async def _weights_info(self, path: str, token: str | None) -> WeightsInfoResponse:
@@ -272,13 +275,13 @@ class RemoteServiceClient(BaseClient):
         return self._start(lambda: self._create_loss(loss), "create_custom_loss")
 
     async def _create_loss(self, loss: LossHandle) -> LossHandle:
-        session_id = await self._session.open()
+        session_id = await self.session.open()
         if (known := self._losses.get((session_id, loss.key))) is not None:
             return known
         loss_id = None
         if self._connection.config.custom_loss_server_side:
             request = CreateCustomLossRequest(
-                session_id=session_id, custom_loss_seq_id=next(self._session.custom_loss_seq), name=loss.name,
+                session_id=session_id, custom_loss_seq_id=next(self.session.custom_loss_seq), name=loss.name,
                 inputs=list(loss.inputs), graph=loss.wire,
             )  # fmt: skip
             promise = await self._connection.call(ops.CREATE_CUSTOM_LOSS, request)
@@ -305,7 +308,7 @@ class RemoteServiceClient(BaseClient):
         >>> sampler = service.create_sampling_client(base_model="Qwen/Qwen3-8B")  # doctest: +SKIP
         """
         return open_sampler(
-            self._session, model_path=model_path, base_model=base_model, retry_config=retry_config,
+            self.session, model_path=model_path, base_model=base_model, retry_config=retry_config,
             record_stability_info=record_stability_info,
         )  # fmt: skip
 
@@ -313,7 +316,7 @@ class RemoteServiceClient(BaseClient):
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> APIFuture[str]:
         """Copy a checkpoint into this client's project or, without one, its session; returns the new path."""
-        if project := self._session.project_id:
+        if project := self.session.project_id:
             return RestClient(self._connection).copy_weights(
                 path, project, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
             )
@@ -322,10 +325,10 @@ class RemoteServiceClient(BaseClient):
         request = CopyWeightsRequest(
             source_path=path, ttl_seconds=check_ttl(ttl_seconds), weights_access_token=weights_access_token
         )
-        seq = next(self._session.run_seq)
+        seq = next(self.session.run_seq)
 
         async def copy() -> str:
-            session_id = await self._session.open()
+            session_id = await self.session.open()
             numbered = request.model_copy(update={"session_id": session_id, "model_seq_id": seq})
             return (await self._connection.call(ops.COPY_WEIGHTS, numbered)).tinker_path
 
@@ -350,7 +353,7 @@ class RemoteServiceClient(BaseClient):
         if status not in ("success", "errored", "interrupted"):
             raise InvalidInputError(f"status must be success, errored or interrupted, got {status!r}")
         check_text("detail", detail)
-        return start(lambda: self._session.close(status, detail), "close")
+        return start(lambda: self.session.close(status, detail), "close")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:

@@ -80,7 +80,7 @@ class Lease:
         self._heartbeat.cancel()
 
     async def finish(self, reason: FinishReason, detail: str | None) -> None:
-        """Tell the server that this session is over, and stop."""
+        """Finish the session on the server, and stop."""
         if self.finished:
             return
         self.forget()

@@ -27,6 +27,7 @@ from typing import Any
 
 from tinkex._version import __version__
 from tinkex.client import loop as background
+from tinkex.client.redaction import REDACTED
 from tinkex.errors import APIStatusError, RequestFailedError, TinkerError, is_user_error
 from tinkex.types.base import AnyJson
 from tinkex.types.reports import (
@@ -46,7 +47,6 @@ BATCH = 100  # events in one request
 FLUSH_EVERY = 10.0  # seconds, unless an event is urgent
 SEND_TIMEOUT = 5.0
 ATTEMPTS = 3  # for one batch, before it is dropped
-REDACTED = "[redacted]"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # the only strings that are sent,
 _CREDENTIAL = re.compile("tml-|eyJ", re.I)  # unless they contain this
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -123,7 +123,7 @@ class Telemetry:
         self._add(SessionStartEvent, "INFO")
 
     async def close(self, within: float, *, ended: bool = False) -> None:
-        """Send the queued events, within so many seconds, and accept no more. Call on the loop."""
+        """Send the queued events within `within` seconds, and accept no more. Call on the loop."""
         if self._closed:
             return
         if ended:

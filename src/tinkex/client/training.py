@@ -58,7 +58,7 @@ class TrainingClient(ModelClient):
     def __init__(self, session: Session, model_id: str) -> None:
         super().__init__(session)
         self.model_id = model_id
-        self._queue = RunQueue(session, model_id)
+        self.queue = RunQueue(session, model_id)
 
     # -- passes ------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class TrainingClient(ModelClient):
         >>> output.loss_fn_outputs[0]["logprobs"].tolist()
         """
         self._check_pass(data, loss_fn, loss_fn_config)
-        return self._queue.submit_pass("forward", list(data), loss_fn, loss_fn_config, forward_only=True)
+        return self.queue.submit_pass("forward", list(data), loss_fn, loss_fn_config, forward_only=True)
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
@@ -88,7 +88,7 @@ class TrainingClient(ModelClient):
         """
         self._check_pass(data, loss_fn, loss_fn_config)
         # The list is copied: the caller may change theirs while the request waits.
-        return self._queue.submit_pass(
+        return self.queue.submit_pass(
             "forward_backward", list(data), loss_fn, loss_fn_config, forward_only=False
         )
 
@@ -105,7 +105,7 @@ class TrainingClient(ModelClient):
         ...     return sum((x ** 2).sum() for x in logprobs), {}
         >>> run.forward_backward_custom(data, loss).result().metrics["loss:sum"]
         """
-        return custom_loss.submit(self._queue, data, loss_fn)
+        return custom_loss.submit(self.queue, data, loss_fn)
 
     def _check_pass(self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None) -> None:
         passes.check_pass(data, loss_fn, config)
@@ -132,7 +132,7 @@ class TrainingClient(ModelClient):
         params = optim_params if optim_params is not None else adam_params
         params = AdamParams() if params is None else params
         request = OptimStepRequest(optim_params=params, model_id=self.model_id)  # type: ignore[arg-type]
-        return self._queue.submit_step(request)
+        return self.queue.submit_step(request)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -160,6 +160,8 @@ class TrainingClient(ModelClient):
         """Replace the weights by saved ones and reset the optimizer (deprecated).
 
         Use `ServiceClient.create_training_client_from_state`.
+
+        >>> run.load_state("tinker://…/weights/step-100").result()      # doctest: +SKIP
         """
         _deprecated("load_state", "ServiceClient.create_training_client_from_state")
         return self._load(path, optimizer=False, token=weights_access_token)
@@ -170,6 +172,8 @@ class TrainingClient(ModelClient):
         """Replace weights and optimizer state by saved ones (deprecated).
 
         Use `ServiceClient.create_training_client_from_state_with_optimizer`.
+
+        >>> run.load_state_with_optimizer("tinker://…/weights/step-100").result()  # doctest: +SKIP
         """
         _deprecated(
             "load_state_with_optimizer", "ServiceClient.create_training_client_from_state_with_optimizer"
@@ -181,7 +185,7 @@ class TrainingClient(ModelClient):
         request = LoadWeightsRequest(
             model_id=self.model_id, path=path, optimizer=optimizer, weights_access_token=token
         )
-        return self._queue.submit("load_state", ops.LOAD_WEIGHTS, request)
+        return self.queue.submit("load_state", ops.LOAD_WEIGHTS, request)
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
@@ -221,7 +225,7 @@ class TrainingClient(ModelClient):
                 raise TinkerError("the server saved the weights, but gave no path for them")
             return reply if isinstance(reply, kind) else kind(path=reply.path)
 
-        return self._queue.submit(what, op, request, convert)
+        return self.queue.submit(what, op, request, convert)
 
     # -- sampling ----------------------------------------------------------------------------------------
 
@@ -235,7 +239,7 @@ class TrainingClient(ModelClient):
         >>> sampler = run.create_sampling_client(path)
         """
         return open_sampler(
-            self._session, model_path=model_path, retry_config=retry_config,
+            self.session, model_path=model_path, retry_config=retry_config,
             record_stability_info=record_stability_info,
         )  # fmt: skip
 
@@ -259,25 +263,25 @@ class TrainingClient(ModelClient):
             if not reply.sampling_session_id:
                 raise TinkerError("the server published the adapter, but named no sampling session for it")
             return SamplingClient(
-                self._session, reply.sampling_session_id,
+                self.session, reply.sampling_session_id,
                 retry_config=retry_config, record_stability_info=record_stability_info,
             )  # fmt: skip
 
         async def send() -> Awaitable[SamplingClient]:
             # The sampler's number is assigned here, so that a cancelled call leaves no gap.
-            seq_id = next(self._session.sampling_seq)
+            seq_id = next(self.session.sampling_seq)
             request = SaveWeightsForSamplerRequest(model_id=self.model_id, sampling_session_seq_id=seq_id)
-            return after(await self._queue.send(ops.SAVE_WEIGHTS_FOR_SAMPLER, request), open_published)
+            return after(await self.queue.send(ops.SAVE_WEIGHTS_FOR_SAMPLER, request), open_published)
 
-        return self._queue.enqueue("save_weights_and_get_sampling_client", send)
+        return self.queue.enqueue("save_weights_and_get_sampling_client", send)
 
     # -- metrics of one's own ----------------------------------------------------------------------------
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> APIFuture[None]:
-        """Keep numbers of your own with the run's metrics: its console page plots them. Tinkex servers only.
+        """Add your own numbers to the run's metrics; its console page plots them. Tinkex servers only.
 
-        `step` is the number of the step that they belong to; None: that of the steps taken so far. Values
-        that are not finite are left out.
+        `step` is the step that they belong to; None: the last one taken. Values that are not finite are left
+        out.
 
         >>> run.log({"reward": 0.5, "accuracy": 0.25}, step=10)         # doctest: +SKIP
         """
@@ -329,7 +333,7 @@ class TrainingClient(ModelClient):
     @property
     def queue_stats(self) -> QueueStats:
         """How often the server paused this run, why, and for how long."""
-        return self._queue.queue_stats()
+        return self.queue.queue_stats()
 
     def __repr__(self) -> str:
         return f"TrainingClient({self.model_id!r})"

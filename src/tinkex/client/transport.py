@@ -23,12 +23,15 @@ CLOSED = "this client was closed; make a new ServiceClient"
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What the caller knows about a call besides its request; it never changes the reply."""
+    """Hints for transports that send over a network: headers, permits, retries; and how to decode the reply.
+
+    In this process only `retry` and `observer` mean something.
+    """
 
     method: str = ""  # the public SDK method behind the call, for servers that count them
-    owner: str = ""  # the run or sampler that shares permits with the others; "": read from the request
+    source: str = ""  # the run or sampler that shares permits with the others; "": read from the request
     awaiting: AnyOp | None = None  # of retrieve_future: the operation whose result is asked for
-    ready: bool = False  # of retrieve_future: the result is known to be there, so no long poll is needed
+    ready: bool = False  # of retrieve_future: the result is known to be ready, so no long poll is needed
     retry: RetryConfig | None = None  # the caller's own retry settings; None: the transport's policy
     observer: QueueListener | None = None  # called when the server pauses the call, and when it accepts it
 

@@ -60,7 +60,7 @@ def awaited(method: Any, *, cancels: bool = False) -> Any:
 
     async def wait(self: Any, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         check_timeout(timeout)
-        # By name: a subclass may override the method.
+        # By name, here and in `queued`: a subclass may override the method.
         future = started(self, *args, **kwargs) if started else getattr(self, name)(*args, **kwargs)
         return await (owned(future, timeout) if cancels else future.result_async(timeout))
 

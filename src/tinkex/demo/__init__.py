@@ -1,8 +1,8 @@
 """Two demos that train a real model on a CPU, and check by program that it learned.
 
 `fine_tune` teaches it to talk like a pirate (supervised), `reinforce` to tell stories of five words (RL).
-Both are meant to be read and copied: they call the public API alone. What they share is here: evaluate,
-train, evaluate again; Ctrl-C stops after the current step, and a bookmark says how to continue.
+Both are meant to be read and copied: they call only the public API. The shared part is here: evaluate, train,
+evaluate again; Ctrl-C stops after the current step, and a bookmark says how to continue.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Demo:
     called: str = ""  # the run, in lists and in the console
 
     def evaluate(self, sampler: tinkex.SamplingClient, tokenizer: Any, screen: Screen) -> tuple[float, str]:
-        """Show answers to what is not trained on; a score from 0 to 1, and the same in words."""
+        """Show answers to held-out prompts; returns a score from 0 to 1, and a sentence about it."""
         raise NotImplementedError
 
     def train(self, run: tinkex.TrainingClient, tokenizer: Any, curve: list[float], screen: Screen) -> bool:

@@ -21,7 +21,7 @@ from tinkex.recipes.interrupts import ctrl_c
 from tinkex.rl import group_advantages, rl_datum
 
 
-def five_words(sample: str, words: int = 5) -> float:
+def five_words(sample: str) -> float:
     """How near a sample comes to five words; 0 if it does not end as a sentence does.
 
     >>> five_words("The dragon ate my homework."), five_words("A dragon."), five_words("The dragon ate my")
@@ -30,7 +30,7 @@ def five_words(sample: str, words: int = 5) -> float:
     count = len(sample.split())
     if not count or not sample.rstrip().endswith((".", "!", "?")):
         return 0.0
-    return max(0.0, 1 - abs(count - words) / words)
+    return max(0.0, 1 - abs(count - 5) / 5)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def _in_directory(name: str, directory: Path) -> Path | None:
 
 
 def names(directory: Path) -> Iterator[tuple[str, Path]]:
-    """The models that need no fetching: all in `directory`, and those of the catalogue in the hub's cache."""
+    """Models that are on this machine: all in `directory`, and the catalogue's in the hub's cache."""
     found = dict(local_files.names(directory))
     yield from found.items()
     for entry in CATALOGUE.values():
@@ -154,7 +154,7 @@ def unknown_model(name: str, known: Iterable[str], *, paths: bool = True) -> str
 
 
 def _cached(hub_id: str) -> Path | None:
-    """The model in the hub's cache, if all of its weights are there."""
+    """The model in the hub's cache, if its weights are complete."""
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
@@ -214,7 +214,7 @@ def _check_space(hub_id: str) -> None:
 
     try:
         files: Any = snapshot_download(hub_id, allow_patterns=_HUB_FILES, dry_run=True)
-    except TypeError:  # an older library cannot tell
+    except TypeError:  # an older version of the library
         return
     place = Path(constants.HF_HUB_CACHE)
     existing = next(folder for folder in (place, *place.parents) if folder.exists())

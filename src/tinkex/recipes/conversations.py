@@ -1,6 +1,6 @@
 """Reads training data: files and hub datasets of many formats as conversations, pairs, prompts and texts.
 
-Files are JSONL, JSON, Parquet, CSV, TSV or plain text. Formats are told apart by their fields: messages,
+Files are JSONL, JSON, Parquet, CSV, TSV or plain text. Formats are recognised by their fields: messages,
 ShareGPT, Alpaca, prompt and completion, preference pairs, text. A bad row is an error that names its place,
 the field, and what was expected; `skip_bad` counts it instead. Knows no tokenizer and no client.
 """

@@ -1,8 +1,8 @@
 """Environments for reinforcement learning: problems by number, and a program that judges the answers.
 
 `arithmetic`, `format`, `python` (code is run in the sandbox) and `tools` (several turns with a calculator)
-need no data; prompts of a file with a reward of yours are one too. A problem is a function of its number, so
-that a run resumes. An environment knows text and messages, no tokens and no models.
+need no data; prompts of a file with your own reward are one too. A problem is a function of its number, so
+that a run can resume. An environment knows text and messages, no tokens and no models.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class OneTurn:
 
 @dataclass(frozen=True)
 class Questions:
-    """Prompts of a file, in turn, with a reward of yours."""
+    """Prompts of a file, in turn, with your own reward."""
 
     prompts: Sequence[tuple[list[Message], Mapping[str, Any]]]
     reward: Callable[[str, Mapping[str, Any]], float]
@@ -190,7 +190,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def calculate(text: str) -> str:
-    """The value of an expression of numbers and + - * /, or what is wrong with it.
+    """The value of an expression of numbers and + - * /, or an error message.
 
     >>> calculate("(2 + 3) * 4"), calculate("__import__('os')")
     ('20', 'error: only numbers and + - * /')

@@ -149,6 +149,6 @@ def answer_all(
 
 
 def figures(score: ModelScore) -> str:
-    """The figures that there are, in words."""
+    """The figures as one line of text."""
     known = {"loss": score.loss, "perplexity": score.perplexity, "score": score.score}
     return "  ".join(f"{name} {value:.4g}" for name, value in known.items() if value is not None)

@@ -1,8 +1,8 @@
 """Reinforcement learning with groups of answers (GRPO): `tinkex train grpo PROMPTS --reward …`, or `--env …`.
 
 Read `train_grpo`. In each step the current model attempts some problems, several times each; an attempt's
-advantage is its reward compared with the others at the same problem. Every draw has its own seed, so that a
-run that was killed goes on to the same rewards and losses.
+advantage is its reward compared with the others at the same problem. Every draw has its own seed, so a
+killed run resumes with the same rewards and losses.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GrpoConfig(TrainConfig):
 
 @dataclass
 class Rollout:
-    """One episode as it goes on: its turns, and its reward at the end."""
+    """One episode in progress: its turns, and its reward at the end."""
 
     episode: Episode
     turns: list[tuple[list[int], tinkex.SampledSequence]] = field(default_factory=list[Any])

@@ -19,7 +19,7 @@ from tinkex.charts import number, terminal_chart, write_png
 from tinkex.errors import TinkerError
 
 _HIDDEN = ("step", "tokens", "seconds")  # not worth a place in the line
-_SHORT = {"learning_rate": "lr", "tokens_per_second": "tok/s"}  # beside the bar, in 80 columns
+_SHORT = {"learning_rate": "lr", "tokens_per_second": "tok/s"}  # next to the bar, in 80 columns
 
 
 class Progress:
@@ -44,7 +44,7 @@ class Progress:
             click.echo(batch_text(tokenizer, data))
 
     def begin(self, title: str, steps: int, done: int) -> None:
-        """Training starts, or goes on after `done` steps."""
+        """Training starts, or resumes after `done` steps."""
         self.note(title)
         if done:
             self.note(f"continuing after step {done} of {steps}")
@@ -68,7 +68,7 @@ class Progress:
         said = "  ".join(f"{name} {number(value)}" for name, value in shown.items())
         step = int(row["step"])
         if self._live is not None:
-            room = self._live.console.width - 34 - 2 * len(str(self._steps))  # beside the other columns
+            room = self._live.console.width - 34 - 2 * len(str(self._steps))  # what the other columns leave
             cut = short if len(short) <= room else f"{short[: room - 1]}…"  # else rich cuts the bar instead
             self._live.update(self._task, completed=step, said=cut)
         elif step > self._done and "loss" in row:

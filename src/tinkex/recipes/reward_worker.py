@@ -1,7 +1,7 @@
 """Computes rewards for `rewards.py`: `python reward_worker.py SPEC`, a JSON object a line, in and out.
 
-It is run by path, so that it starts quickly and finds modules beside the user's working directory. What the
-user's function prints goes to stderr.
+It is run by path, so that it starts quickly and finds modules in the user's working directory. Output of the
+user's function goes to stderr.
 """
 
 import importlib
@@ -27,12 +27,12 @@ def load(spec: str) -> Callable[[str, Mapping[str, Any]], Any]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is printed must not be taken for an answer
+    os.dup2(2, 1)  # printed text must not be read as an answer
     score: Callable[[str, Mapping[str, Any]], Any] | None = None
     problem = ""
     try:
         score = load(sys.argv[1])
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # a user's module may raise anything
         problem = f"{type(error).__name__}: {error}"
     for line in sys.stdin:
         question = json.loads(line)

@@ -1,4 +1,4 @@
-"""Rewards of answers: a function of yours, a regular expression, or a program; each with a time limit.
+"""Rewards of answers: your function, a regular expression, or a program; each with a time limit.
 
 `module:function` is called as `function(text, row)` and returns a number; `regex:PATTERN` gives 1 where the
 pattern is found; `program:COMMAND` reads {"text": …, "row": …} as JSON from stdin and prints a number. All

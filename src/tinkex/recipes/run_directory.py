@@ -1,9 +1,9 @@
 """A training run's directory: settings, metrics, samples, the last checkpoint, the result. It can be resumed.
 
 `metrics.jsonl` has a line for each step and evaluation. `state.json` names the last saved checkpoint; it is
-replaced after the checkpoint is whole and the metrics before it are on disk, so that a run killed at any
-moment goes on from a state whose history is complete: later lines are dropped, and written again. One process
-owns a directory at a time. Knows nothing of losses and data.
+replaced once the checkpoint is complete and the metrics before it are on disk, so a run killed at any moment
+resumes with its complete history: later lines are dropped, and written again. One process owns a directory at
+a time. Knows nothing of losses and data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "state.json", "result
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A checkpoint with the optimizer's state, after so many steps."""
+    """A checkpoint with the optimizer's state, and the steps before it."""
 
     step: int
     path: str
@@ -57,7 +57,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class RunDirectory:
-    """Opens a directory for one run: a new one, or one to go on with."""
+    """Opens a directory for one run: a new one, or one to resume."""
 
     def __init__(
         self, path: Path, settings: Mapping[str, Any], progress: Progress, *, fresh: bool,
@@ -174,7 +174,7 @@ def trained(model: str, *, state: bool = False) -> str:
 
 
 def _tracked_as(path: Path) -> str:
-    """A part of the name that trackers know the run by: of this run alone, and kept when it resumes."""
+    """Part of the run's name in trackers: unique, and kept when the run resumes."""
     known = _read(path / "tracked.json") or {"id": uuid.uuid4().hex[:8]}
     _replace(path / "tracked.json", known)
     return str(known["id"])

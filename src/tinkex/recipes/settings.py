@@ -1,6 +1,6 @@
-"""What every training recipe is told, and how it starts a run; a field's help is the command line's.
+"""Settings shared by all training recipes, and how a recipe starts a run. Field help is the CLI's help.
 
-The fields of a config are the options of its command: `tinkex.cli.train` makes one of the other.
+`tinkex.cli.train` makes a command's options of the fields of its config.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinkex.recipes.run_directory import RunDirectory, trained
 from tinkex.recipes.schedule import Schedule, default_learning_rate, learning_rate_at
 
 MODEL = "SmolLM2-135M-Instruct"
-# Where a run is kept, what it is called and where its metrics go do not change what it computes.
+# Settings that do not change what a run computes: its place, its name, where its metrics go.
 _FREE = ("out", "name", "log", "fresh", "show_batch")
 
 
@@ -71,7 +71,7 @@ class TrainConfig:
             raise InvalidInputError(f"learning_rate must be between 0 and 1, got {self.learning_rate}")
 
     def settings(self, recipe: str, **facts: Any) -> dict[str, Any]:
-        """All that decides what the run computes, for config.json."""
+        """The settings that determine what the run computes, for config.json."""
         own = {each.name: asdict(self)[each.name] for each in fields(self) if each.name not in _FREE}
         return {"recipe": recipe, **own, **facts}
 

@@ -162,7 +162,7 @@ def write_samples(
     tests: list[list[tinkex.Datum]],
     step: int,
 ) -> None:
-    """Greedy answers to held-out prompts, beside what was expected."""
+    """Greedy answers to held-out prompts, with the expected ones."""
     if not tests:
         return
     sampler = run.save_weights_and_get_sampling_client()

@@ -60,7 +60,7 @@ def new_key() -> str:
 
 
 def hash_key(key: str) -> str:
-    """A plain hash: keys are long and random, so that nobody can search for one."""
+    """A hash without salt: keys are long and random, so a search for one is hopeless."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -115,7 +115,7 @@ class Authenticator:
         )  # fmt: skip
 
     def is_valid(self, key_id: str) -> bool:
-        """Is there a key of that number that was not revoked?"""
+        """Is there an unrevoked key with this id?"""
         known = self._ledger.keys()
         return any(str(row.key_id) == key_id and row.revoked_at is None for row in known)
 

@@ -39,7 +39,6 @@ else:
 
 BIG = 64 * 1024  # bytes from which a response is encoded on a thread, and is worth compressing
 PARSED_HERE = 16 * 1024  # bytes up to which a body is parsed on the event loop, in 10 ms at worst
-MAX_BODY = 256 * 1024 * 1024
 MAX_JSON = 32 * 1024 * 1024  # of any request: parsing it takes a second of a thread
 MAX_SMALL_BODY = 512 * 1024  # of a request that is no pass, sample or uploaded loss
 MAX_TELEMETRY = 4 * 1024 * 1024
@@ -142,7 +141,7 @@ class BodyCodec:
     def __init__(
         self,
         *,
-        limit: int = MAX_BODY,
+        limit: int = codec.MAX_BODY,
         undecoded: int = MAX_UNDECODED,
         undecoded_per_user: int = MAX_UNDECODED_PER_USER,
         compress: bool = True,

@@ -1,8 +1,7 @@
-"""Requests for a session that another server owns: sent there as they came, and answered as that one answers.
+"""Forwards a request to the server that owns its session, and relays the response (streaming).
 
-Streams pass through piece by piece. A request is forwarded once: the server that it is sent to answers it, or
-says 503, on which clients ask again. If that server cannot be reached it is 503 too: another one is about to
-take over. Knows nothing of what is in a request.
+At most one hop. If the owner is unreachable it answers 503, and the client retries while another server
+takes over.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Forwarder:
                 f"the server of this session does not answer ({type(error).__name__}): ask again in a moment"
             )
             raise Refusal(503, why) from error
-        except asyncio.CancelledError:  # by uvicorn alone, when it has waited long enough for its end
+        except asyncio.CancelledError:  # uvicorn cancels it at the end of its drain time
             raise Refusal(503, "this server is stopping: ask again in a moment") from None
 
         async def pieces() -> AsyncGenerator[bytes]:

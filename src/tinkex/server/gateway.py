@@ -85,7 +85,7 @@ class BufferedResponse(Response):
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
             body = memoryview(self.body)
-            while len(body) > PIECE:  # the transport may copy what it cannot send at once
+            while len(body) > PIECE:  # the transport may copy unsent bytes
                 await send({"type": "http.response.body", "body": body[:PIECE], "more_body": True})
                 body = body[PIECE:]
             await send({"type": "http.response.body", "body": body})
@@ -140,15 +140,15 @@ class Gateway:
         return await self.forwarder.send(http, body, there)
 
     def leave(self, http: IncomingRequest) -> None:
-        """The request was answered, or given up."""
+        """The request was answered or abandoned."""
         if http.user is not None:
             self.bodies.forget(http)
             self.requests.give_back(http.user, 1)
 
     def without_paths(self, told: Any) -> Any:
-        """What clients are told: files by their names below the home or the model's directory.
+        """An error's text for clients: paths are shortened to names below the home or the model's directory.
 
-        Of parsed JSON, the texts that say why; links stay as they are.
+        In parsed JSON, only the messages are changed; links stay as they are.
         """
         if isinstance(told, str):
             for place in self._places:
@@ -195,7 +195,7 @@ class Gateway:
             self._polls.discard(task)
 
     def refused(self, http: IncomingRequest, what: str, status: int, message: str) -> None:
-        """Tell the console of a refused request, if it is known whose it was. Clients repeat 429 and 503."""
+        """Record a refused request for the console, if its user is known. Clients repeat 429 and 503."""
         with contextlib.suppress(Refusal):
             if status in (429, 503):
                 return
@@ -288,7 +288,7 @@ def build_app(gateway: Gateway, more: Iterable[BaseRoute] = ()) -> ASGIApp:
     for op, endpoint in endpoints.items():
         path = op.path.replace("{checkpoint_id:path}", "{checkpoint_id:checkpoint}")
         routes.append(Route(path, endpoint, methods=[op.method]))
-        if op is ops.DELETE_CHECKPOINT:  # some clients give a name alone
+        if op is ops.DELETE_CHECKPOINT:  # some clients give only a name
             routes.append(Route(op.path.replace(":path}", "}"), endpoint, methods=[op.method]))
     app = Starlette(routes=[*routes, *more], exception_handlers={HTTPException: _no_such_route})
     app.router.redirect_slashes = False

@@ -1,6 +1,6 @@
 """POST /inference/v1/generate: tokens in, tokens out, as vLLM offers it to trainers.
 
-The ids and logprobs are exact: those of the sampler, the stop token included. No text is made.
+Ids and logprobs are the sampler's, including the stop token. Nothing is detokenized.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from starlette.routing import Route
 from tinkex.server.bodies import IncomingRequest
 from tinkex.server.gateway import Endpoint
 from tinkex.server.json_values import as_object, refuse_rest
-from tinkex.server.openai.drawing import TextSampler
 from tinkex.server.openai.replies import ChoiceDelta, CompletionReply, Json, TokenLogprob, error_fields
 from tinkex.server.openai.requests import CompletionRequest, read_request
 from tinkex.server.openai.routes import openai_error
+from tinkex.server.openai.text_sampler import TextSampler
 from tinkex.server.stream_sample import server_sent
 
 _IGNORED = {"cache_salt", "priority", "request_id", "return_token_ids"}

@@ -1,7 +1,7 @@
 """The life of a server process: bind the port, start the service, serve, drain, stop.
 
-The port answers from the beginning, with 503 until the models are loaded. Whatever prevents a start is a
-StartError of one line. The first signal drains open requests; the second stops at once. Without any API key
+The port answers from the beginning, with 503 until the models are loaded. A failed start is a StartError of
+one line. The first signal drains open requests; the second stops at once. Without any API key
 only loopback connections are allowed, and no public URL.
 """
 
@@ -32,16 +32,16 @@ from tinkex.engine.protocol import Engine
 from tinkex.errors import TinkerError
 from tinkex.server.anthropic.messages_api import anthropic_routes
 from tinkex.server.api_keys import LOCAL_KEY, Authenticator
-from tinkex.server.bodies import MAX_BODY, MAX_UNDECODED, MAX_UNDECODED_PER_USER, BodyCodec, IncomingRequest
+from tinkex.server.bodies import MAX_UNDECODED, MAX_UNDECODED_PER_USER, BodyCodec, IncomingRequest
 from tinkex.server.console.console_routes import server_console
 from tinkex.server.downloads import download_routes
 from tinkex.server.forward import Forwarder
 from tinkex.server.gateway import Endpoint, Gateway, build_app
 from tinkex.server.generate import generate_routes
 from tinkex.server.metrics import Metrics
-from tinkex.server.openai.drawing import TextSampler, warm_up
 from tinkex.server.openai.responses_api import responses_routes
 from tinkex.server.openai.routes import openai_routes, unknown_routes
+from tinkex.server.openai.text_sampler import TextSampler, load_tokenizers
 from tinkex.server.signing import DownloadSigner, WeightsTokens, home_secret
 from tinkex.server.stream_sample import stream_sample_endpoint
 from tinkex.server.uvicorn_protocol import CONNECTION, SingleWriteProtocol
@@ -51,6 +51,7 @@ from tinkex.service.refusal import Caller, InUse, Refusal
 from tinkex.service.service import ServerHooks, Service
 from tinkex.store import is_remote
 from tinkex.wire import ops
+from tinkex.wire.codec import MAX_BODY
 
 try:
     import resource
@@ -75,7 +76,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
     public_url: str = ""  # how clients reach it, if not by the Host header that they send
-    drain_seconds: float = 5.0  # for open polls and streams, when the server is told to stop
+    drain_seconds: float = 5.0  # for open polls and streams, when the server stops
     max_body: int = MAX_BODY
     max_connections: int = 16_384  # or fewer, if the process may not open as many files
     requests_per_user: int = 8_192  # open at a time, long polls included
@@ -211,7 +212,7 @@ class Server:
             return app
 
         async def by_send(scope: Scope, receive: Receive, send: Send) -> None:
-            scope.pop(CONNECTION, None)  # what is written past `send` would lack these headers
+            scope.pop(CONNECTION, None)  # responses that bypass `send` would lack these headers
             await app(scope, receive, send)
 
         methods = ["GET", "POST", "DELETE"]
@@ -260,7 +261,7 @@ class Server:
     async def _start(self) -> None:
         try:
             await self.service.start()
-            await warm_up(self.service)
+            await load_tokenizers(self.service)
         except (TinkerError, Refusal, OSError, ValueError) as error:
             raise StartError(_first_line(error)) from error
         for line in self._greeting():
@@ -320,7 +321,7 @@ class _UvicornServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _close_late_connections(self, now: float) -> None:
-        # If the event loop was held up, clients may have sent in time what it has not read yet.
+        # If the event loop was blocked, clients may have sent in time what it has not read yet.
         in_time, self._swept = now - self._swept < 2.0, now
         if not in_time:
             return

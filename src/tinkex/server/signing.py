@@ -83,7 +83,7 @@ class DownloadSigner(_Signer):
 
 
 def link_text(path: str, key_id: str) -> str:
-    """What the signature of a link covers, beside its expiry."""
+    """The fields that a link's signature covers, in addition to its expiry."""
     return f"{key_id}\n{path}" if key_id else path
 
 

@@ -69,7 +69,7 @@ async def with_pings(chunks: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
 
 
 def stream_sample_endpoint(gateway: Gateway) -> Endpoint:
-    """The endpoint; its body is that of asample."""
+    """The endpoint; its body is the same as asample's."""
 
     async def handle(http: IncomingRequest) -> Response:
         caller = gateway.admit(http)

@@ -25,7 +25,7 @@ MAX_FIELDS = 100  # header fields of a request, trailers included
 HEAD_SECONDS = 10.0  # from a connection's first moment, or a later request's first byte, to the head's end
 BODY_SECONDS = 30.0  # the longest silence within a body
 BODY_RATE = 500  # bytes per second of a body, on average after the first BODY_SECONDS
-UNREAD_SECONDS = 60.0  # the longest time in which a client takes nothing of what is sent to it
+UNREAD_SECONDS = 60.0  # a client that reads nothing of its response for this long is disconnected
 DISCARD_RATE = 4 * 1024 * 1024  # bytes a second of what a client sends after it was refused
 LINGER_SECONDS = 5.0  # what a refused client still sends is read: a reset would destroy the answer
 
@@ -40,7 +40,7 @@ class SingleWriteProtocol(HttpToolsProtocol):
     _refused = False  # answered by `_refuse`; what still arrives is discarded
     _unread = 0  # bytes received since the last request or part of a body was complete
     _part_began, _body_bytes = 0.0, 0  # the part is a head or a body
-    _unsent, _taken, _sending_since, _taken_at = 0, 0, 0.0, 0.0  # bytes and times of what is being sent
+    _unsent, _taken, _sending_since, _taken_at = 0, 0, 0.0, 0.0  # bytes and times of the response in progress
 
     def __init__(self, *given: Any, most_connections: int = 2**31, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -118,7 +118,7 @@ class SingleWriteProtocol(HttpToolsProtocol):
             self._begin_idle()
 
     def whole_body(self, scope: Any) -> bytes | None:
-        """The body of a request, if all of it is there."""
+        """The body of a request, if it is complete."""
         cycle = self.cycle
         if cycle.scope is not scope or cycle.more_body or cycle.disconnected or cycle.response_complete:
             return None
@@ -148,7 +148,7 @@ class SingleWriteProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _is_unread(self, now: float) -> bool:
-        """Whether the client has stopped taking what is sent to it, or takes too little on average."""
+        """Has the client stopped reading its response, or does it read too slowly on average?"""
         before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
         if not self._unsent:
             return False

@@ -13,7 +13,7 @@ from tinkex.types.base import Count, ReplyModel, RequestModel, RunName, RunTags
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
 
 CheckpointType = Literal["training", "sampler", "external"]
-_FOLDERS: dict[str, CheckpointType] = {
+FOLDERS: dict[str, CheckpointType] = {
     "weights": "training", "sampler_weights": "sampler", "external_weights": "external",
 }  # fmt: skip
 
@@ -38,7 +38,7 @@ class Cursor(ReplyModel):  # a page's position in the whole list
 
 
 class ParsedCheckpointTinkerPath(ReplyModel):
-    """A checkpoint's path, taken apart.
+    """A checkpoint's path, split into its parts.
 
     >>> ParsedCheckpointTinkerPath.from_tinker_path("tinker://s:train:0/weights/step-10").checkpoint_id
     'weights/step-10'
@@ -54,16 +54,16 @@ class ParsedCheckpointTinkerPath(ReplyModel):
         """Read `tinker://RUN/weights/NAME`, or the same with sampler_weights or external_weights."""
         scheme, _, rest = str(tinker_path).partition("://")
         parts = rest.split("/")
-        if scheme != "tinker" or len(parts) != 3 or not all(parts) or parts[1] not in _FOLDERS:
+        if scheme != "tinker" or len(parts) != 3 or not all(parts) or parts[1] not in FOLDERS:
             raise InvalidInputError(
                 f"not a checkpoint path: {tinker_path!r}; one looks like tinker://RUN/weights/NAME "
-                f"(or {' or '.join(list(_FOLDERS)[1:])} in place of weights), NAME without '/'"
+                f"(or {' or '.join(list(FOLDERS)[1:])} in place of weights), NAME without '/'"
             )
         run, folder, name = parts
         return cls(
             tinker_path=tinker_path,
             training_run_id=run,
-            checkpoint_type=_FOLDERS[folder],
+            checkpoint_type=FOLDERS[folder],
             checkpoint_id=f"{folder}/{name}",
         )
 
@@ -185,7 +185,7 @@ class UploadWeightsRequest(RequestModel):  # a piece of one file of an adapter; 
 
 
 class UploadWeightsResponse(ReplyModel):
-    received: int  # bytes of the file that are there
+    received: int  # bytes of the file so far
 
 
 class ImportWeightsRequest(RequestModel):  # what was uploaded becomes a checkpoint

@@ -1,4 +1,4 @@
-"""What a server tells its clients: settings, capabilities, health, and the owner of a key.
+"""What a server reports to clients: settings, capabilities, health, and the owner of a key.
 
 Every setting has the default that a client assumes if the server does not send it.
 """

@@ -1,6 +1,6 @@
 """Model inputs and training examples: ModelInput and Datum, over numpy arrays.
 
-Needs numpy alone, so that an engine can use these classes. Knows nothing of the wire or of tokenizers.
+Needs only numpy, so that an engine can use these classes. Knows nothing of the wire or of tokenizers.
 """
 
 from __future__ import annotations

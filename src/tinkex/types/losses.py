@@ -1,8 +1,8 @@
 """The table of losses: what each one reads, its settings, and the checks of a datum against it.
 
 The client, the service and every engine use this table: a loss is described once, and a bad datum is refused
-with the same message everywhere. FORMULAS are the losses in numpy, for the fake engine and for regularizers;
-docs/engine.md writes them out. Needs numpy alone. Knows nothing of models, requests or the wire.
+with the same message everywhere. FORMULAS, the one numpy form of the losses, is here because both the fake
+engine and the client's closed-form regularizers need it. Knows nothing of models, requests or the wire.
 
 Shapes: N positions of a datum, K candidate targets of a position.
 """
@@ -21,6 +21,7 @@ from tinkex.strict import did_you_mean
 from tinkex.types.data import LIST_DTYPES
 from tinkex.types.tensor import MAX_TOKEN, TensorData
 
+MAX_NODES, MAX_INPUTS = 2000, 16  # of an uploaded loss
 _LARGEST = float(np.finfo(np.float32).max)  # an engine computes with settings in float32
 _IGNORED = -100  # the target that other libraries leave out of the loss
 
@@ -198,7 +199,7 @@ def _first(tensor: TensorData, wrong: np.ndarray) -> tuple[list[int], float]:
 def filled_inputs(
     name: str, given: Mapping[str, TensorData], settings: Mapping[str, float]
 ) -> dict[str, np.ndarray]:
-    """Every input beside the targets, checked before, as arrays of their shape, defaults filled in."""
+    """All inputs except the targets, already checked, as arrays of the targets' shape, with defaults."""
     spec, shape = LOSSES[name], given["target_tokens"].dense_shape
     inputs = {key: given[key].to_numpy() for key in spec.inputs[1:] if key in given}
     for key, default in spec.optional.items():
@@ -221,7 +222,7 @@ def filled_inputs(
 
 # -- formulas --------------------------------------------------------------------------------------------
 # For one cell: lp the trainer's logprob of the target, x["logprobs"] the sampler's or the teacher's. A cell
-# whose weight or advantage is zero adds nothing, whatever its logprobs are.
+# whose weight or advantage is zero adds nothing, even if its logprobs are not finite.
 
 Inputs = Mapping[str, np.ndarray]  # each of the targets' shape, [N] or [N, K], of one datum
 Settings = Mapping[str, float]

@@ -1,7 +1,7 @@
 """Results of a pass and of sampling, over numpy arrays.
 
 Arrays are kept as they arrived (`*_np`); the lists of the official types are made on first use. Immutable.
-Needs numpy alone; knows nothing of the wire.
+Needs only numpy; knows nothing of the wire.
 """
 
 from __future__ import annotations

@@ -68,13 +68,13 @@ class SamplingParams(Dumpable):
     temperature: float = 1.0  # 0.0 is greedy
     top_k: int = -1  # -1 or 0: off
     top_p: float = 1.0
-    # Extensions of Tinkex, for a server of Tinkex. They change what is drawn, never the reported logprobs.
+    # Extensions that only Tinkex servers have. They change what is drawn, never the reported logprobs.
     presence_penalty: float = 0.0  # subtracted from the logit of every token that was drawn
     frequency_penalty: float = 0.0  # the same, times how often it was drawn
     repetition_penalty: float = 1.0  # divides positive logits of tokens seen so far; multiplies others
     min_p: float = 0.0  # tokens less likely than min_p times the likeliest are not drawn
-    min_tokens: int = 0  # nothing ends the sequence before so many
-    ignore_eos: bool = False  # go on after the end-of-sequence token
+    min_tokens: int = 0  # nothing ends the sequence earlier
+    ignore_eos: bool = False  # continue after the end-of-sequence token
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
     grammar: Mapping[str, Any] | None = None  # {"json_schema": {…}}, {"regex": "…"} or {"lark": "…"}
 

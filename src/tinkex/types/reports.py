@@ -1,4 +1,4 @@
-"""What is reported: the audit log, usage and its cost, and a client's telemetry (off unless turned on)."""
+"""Reports: the audit log, usage and its cost, and a client's telemetry (off unless turned on)."""
 
 from __future__ import annotations
 

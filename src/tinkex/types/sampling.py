@@ -17,6 +17,8 @@ from tinkex.types.outputs import NewTokens, SampleResponse
 from tinkex.types.params import SamplingParams
 from tinkex.types.tensor import TensorData
 
+CLONE_STRIDE = 1_000_000_000  # seq ids reserved for each copy of a sampler
+
 
 class CreateSamplingSessionRequest(RequestModel):  # on a base model, or on a published adapter
     session_id: str

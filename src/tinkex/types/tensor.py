@@ -204,7 +204,7 @@ class TensorData:
     def of_bytes(cls, values: np.ndarray, shape: list[int]) -> TensorData:
         """Dense, over immutable flat values that are float32 or int64: without copies, and in few calls."""
         if shape and (min(shape) < 0 or math.prod(shape) != values.size):
-            return cls(values, shape=shape)  # says what is wrong
+            return cls(values, shape=shape)  # raises the error
         self = cls.__new__(cls)
         self.values_np, self.dtype = values, "int64" if values.dtype.kind == "i" else "float32"
         self.shape, self.dense_shape = shape or None, tuple(shape) or (values.size,)

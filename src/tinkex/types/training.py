@@ -146,7 +146,7 @@ class TrainingRun(ReplyModel):
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
     status: RunStatus | None = None  # of servers that say
-    status_reason: str | None = None  # why it failed or was interrupted, or what it waits for
+    status_reason: str | None = None  # why it failed, was interrupted or waits
     name: str | None = None  # our extension, as all below
     tags: list[str] | None = None
     steps: int | None = None
@@ -176,7 +176,7 @@ class LogRunMetricsRequest(RequestModel):  # our extension
     step: Count | None = None  # None: the number of steps taken so far
 
 
-class UpdateRunRequest(RequestModel):  # our extension; what is None stays as it is
+class UpdateRunRequest(RequestModel):  # our extension; None changes nothing
     training_run_id: str
     name: RunName | None = None
     tags: RunTags | None = None

@@ -229,7 +229,7 @@ def write_sample_request(request: t.SampleRequest) -> Json:
     return out
 
 
-# Not sent at their defaults: what is optional, and what other servers do not know.
+# Not sent at their defaults: optional fields, and those that other servers do not know.
 _OPTIONAL_PARAMS = tuple(
     (f.name, f.default) for f in fields(t.SamplingParams) if f.name not in ("temperature", "top_k", "top_p")
 )

@@ -1,7 +1,7 @@
 """JSON of megabytes, parsed in pieces: a parser holds the interpreter's lock, and with it the event loop.
 
-Long arrays of numbers are cut out and parsed a piece at a time. What is left is parsed at once, and is
-refused if it has too many objects, arrays, strings and numbers for that. Knows nothing of what a body means.
+Long arrays of numbers are cut out and parsed a piece at a time. The rest is parsed at once, and refused if it
+has too many objects, arrays, strings and numbers. Knows nothing of a body's meaning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tinkex.errors import InvalidInputError
 
 PIECE_BYTES = 128 * 1024  # parsed at once: a few milliseconds
 MAX_PARTS = 250_000  # objects, arrays, strings and numbers outside of long arrays: 10 ms
-MAX_REST = 4 * 1024 * 1024  # bytes of what is not a long array: spaces take time too
+MAX_REST = 4 * 1024 * 1024  # bytes outside long arrays; spaces take time too
 LONG = 64  # bytes of an array that is worth cutting out
 LISTED = 4096  # numbers up to which an array is a list, as from any parser; a longer one is a numpy array
 Bytes = bytes | memoryview

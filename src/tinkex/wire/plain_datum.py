@@ -1,7 +1,7 @@
-"""A datum of text and dense tensors as protobuf, as most are: pieces between cached frames.
+"""The usual datum, of text and dense tensors, as protobuf: pieces between cached frames.
 
 A message is a list of pieces, joined once at the end: small bytes and views of the arrays. The generated
-classes copy every array three times, so `proto_codec` uses them only for what is small or rare.
+classes copy every array three times, so `proto_codec` uses them only for small or rare messages.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def read_pass(body: bytes) -> t.ForwardBackwardRequest:
 
 
 def read_turn(body: bytes) -> tuple[str, int] | None:
-    """The run and seq id of a pass, whatever its content."""
+    """The run and seq id of a pass; its content is not decoded."""
     message = _parse(pb.ForwardBackwardRequest, body)
     return (message.model_id, message.seq_id) if message.model_id and message.seq_id >= 0 else None
 

@@ -21,10 +21,10 @@ from tinkex.server.bodies import IncomingRequest
 from tinkex.server.gateway import JSON, Endpoint
 from tinkex.server.json_values import as_list, as_object, need_list, need_object, refuse_rest
 from tinkex.server.openai.blocks import BlockEvent, ReplyBlock, ReplyBlocks
-from tinkex.server.openai.drawing import TextSampler, tokenizer_of
 from tinkex.server.openai.messages import content_text
 from tinkex.server.openai.replies import ChoiceDelta, CompletionReply, Json
 from tinkex.server.openai.requests import ChatRequest, read_request
+from tinkex.server.openai.text_sampler import TextSampler, tokenizer_of
 from tinkex.server.stream_sample import server_sent
 
 PREFIXES = ("/v1", "/anthropic/api/v1", "/anthropic/v1")
@@ -34,7 +34,7 @@ _ERRORS = {
 }  # fmt: skip
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _SAME = ("model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs", "seed")
-# Where requests are computed, and what is cached, changes no answer.
+# Hints about placement and caching, which change no answer.
 _IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo", "betas")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "speed": ("standard",), "mcp_servers": ([],), "fallbacks": ([],),
@@ -151,7 +151,7 @@ def _messages(message: Json, where: str) -> list[Json]:
             case "thinking":
                 said["reasoning_content"] = block.get("thinking")
             case "redacted_thinking":
-                pass  # nobody but its author can read it
+                pass  # only its author can read it
             case "tool_use":
                 function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
                 call = {"id": block.get("id"), "type": "function", "function": function}

@@ -1,6 +1,6 @@
-"""A reply as a row of blocks: a thought, a text, a call, each begun, continued and ended once.
+"""Groups a reply into typed blocks (reasoning, text, tool call), each started, extended and closed once.
 
-What APIs with typed content (OpenAI's responses, Anthropic's messages) are written from.
+Used by /v1/responses and /v1/messages.
 """
 
 from __future__ import annotations

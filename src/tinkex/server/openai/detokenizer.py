@@ -1,6 +1,6 @@
 """Incremental detokenization: the text that is certain so far, cut before a stop string.
 
-The pieces join to the same text however the tokens are split. Needs the tokenizer's `decode` alone.
+The pieces join to the same text however the tokens are split. Needs only the tokenizer's `decode`.
 """
 
 from __future__ import annotations

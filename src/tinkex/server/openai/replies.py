@@ -174,7 +174,7 @@ class CompletionReply:
         return [token for token in tokens if token not in self._dropped]
 
     def _visible(self, sequence: SampledSequence) -> int:
-        """How many tokens are in the text: not those of a stop string, nor the end-of-sequence token."""
+        """The number of tokens in the text, without those of a stop string and the end-of-sequence token."""
         if sequence.stop_reason == "length" or self.request.include_stop_str_in_output:
             return len(sequence.tokens)
         raw = b""

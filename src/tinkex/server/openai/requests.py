@@ -192,7 +192,7 @@ class CompletionRequest(OpenAIRequest):
 
     @property
     def alternatives(self) -> int | None:
-        """Top-k logprobs beside the sampled token's; None: no logprobs at all."""
+        """Top-k logprobs in addition to the sampled token's; None: no logprobs."""
         return self.logprobs
 
     @property

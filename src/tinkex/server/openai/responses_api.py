@@ -19,11 +19,11 @@ from tinkex.server.bodies import IncomingRequest
 from tinkex.server.gateway import Endpoint
 from tinkex.server.json_values import as_list, as_object, need_list, need_object, refuse_rest
 from tinkex.server.openai.blocks import BlockEvent, ReplyBlock, ReplyBlocks
-from tinkex.server.openai.drawing import TextSampler
 from tinkex.server.openai.messages import content_text
 from tinkex.server.openai.replies import ChoiceDelta, CompletionReply, Json, TokenLogprob, error_fields
 from tinkex.server.openai.requests import ChatRequest, read_request
 from tinkex.server.openai.routes import PREFIXES, openai_error
+from tinkex.server.openai.text_sampler import TextSampler
 from tinkex.server.stream_sample import server_sent
 
 _SAME = (

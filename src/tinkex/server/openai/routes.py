@@ -1,6 +1,6 @@
-"""OpenAI's routes under /v1, and vLLM's beside them, streaming included.
+"""OpenAI's and vLLM's routes under /v1, streaming included.
 
-Every error on them has OpenAI's shape. `/oai/api/v1` is the same, as the hosted service spells it.
+Every error on them has OpenAI's shape. `/oai/api/v1` is the hosted service's name for the same routes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tinkex.errors import InvalidInputError
 from tinkex.server.bodies import IncomingRequest
 from tinkex.server.gateway import JSON, NOT_READY, Endpoint, Handler
 from tinkex.server.json_values import as_list
-from tinkex.server.openai.drawing import TextSampler, tokenizer_of
 from tinkex.server.openai.replies import OpenAIWriter, error_fields
 from tinkex.server.openai.requests import AnyRequest, ChatRequest, CompletionRequest, read_request
+from tinkex.server.openai.text_sampler import TextSampler, tokenizer_of
 from tinkex.service.refusal import Caller, Refusal
 from tinkex.types.checkpoints import ListUserCheckpointsRequest
 from tinkex.types.config import EmptyRequest
@@ -63,7 +63,7 @@ def openai_routes(text: TextSampler) -> list[Route]:
 
 
 def unknown_routes(text: TextSampler) -> list[Route]:
-    """What is under /v1 and nowhere else: an error in OpenAI's shape. To be the last routes."""
+    """All other paths under /v1: an error in OpenAI's shape. These must be the last routes."""
     endpoint = Endpoint(text.gateway, "openai_unknown", _unknown, openai_error)
     return [Route(f"{prefix}/{{rest:path}}", endpoint, methods=_METHODS) for prefix in PREFIXES]
 
@@ -107,7 +107,7 @@ class _Catalogue:
         caller, name = self._text.admit(http), http.path_params["model"]
         about = next((m for m in await self._models(caller) if m["id"] == name), None)
         if about is None:
-            # Somebody's published adapter, or another spelling of a base model; refused if it is neither.
+            # A published adapter, or another spelling of a base model; anything else is refused.
             _, base = await self._text.open(name, caller)
             about = _model(name, base.max_context())
         return Response(orjson.dumps(about), 200, JSON)

@@ -16,7 +16,7 @@ from tinkex.server.openai.chat_formats import ChatFormat
 
 Schema = Mapping[str, Any] | bool
 SpecialId = Callable[[str], int | None]
-_SPACES = r"[\x20\x0A\x0D\x09]{0,16}"  # between the parts of JSON: a weak model would go on and on
+_SPACES = r"[\x20\x0A\x0D\x09]{0,16}"  # between the parts of JSON; bounded, since a weak model may never stop
 _ONE_SPACE = r"\x20?"  # in calls, as templates write them
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANYTHING = r"TEXT: /(.|\n)*/"

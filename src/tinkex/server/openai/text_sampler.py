@@ -197,11 +197,11 @@ async def tokenizer_of(base: ServedModel) -> Any:
         raise Refusal(503, str(error)) from None
 
 
-async def warm_up(service: Service) -> None:
-    """Load what the first request for text would wait for, of every model whose engine is there."""
+async def load_tokenizers(service: Service) -> None:
+    """Load the tokenizers of all loaded models, so that the first request for text does not wait."""
     for base in service.models:
         if base.engine is not None:
-            with suppress(Refusal):  # it has none, or none that can be read: requests are told
+            with suppress(Refusal):  # it has no readable tokenizer: requests get the error
                 await tokenizer_of(base)
                 await base.token_bytes()
 
