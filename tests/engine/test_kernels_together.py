@@ -98,7 +98,7 @@ def test_a_pass_is_the_plain_one(
         np.testing.assert_allclose(one, other, atol=4e-5)
     assert set(got_grads) == set(want_grads) == set(RUNS)
     for run, grad in want_grads.items():
-        assert (got_grads[run] - grad).norm() / grad.norm() < 1e-5
+        assert (got_grads[run] - grad).norm() / grad.norm() < 2e-5
 
 
 @pytest.mark.parametrize(
