@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinkex import store as store_module
+from tinkex.service.group_commit import GroupCommit
 from tinkex.service.runs import journal as journal_module
 from tinkex.service.runs import segments as segments_module
 from tinkex.service.runs.journal import (
@@ -693,6 +694,35 @@ def _go_on(directory: Path, segment_bytes: int, model: Model) -> None:
         model = new
         assert found(directory) == model.expected()
     journal.close()
+
+
+class _Store(GroupCommit):
+    """What a store shared by several servers is told, in order; everything is sent at once."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home, power=True)
+        self.told: list[tuple[str, bool]] = []
+
+    def wrote(self, path: Path) -> None:
+        self.told.append((path.name, path.exists()))
+
+    def appended(self, path: Path, at: int, data: bytes) -> None:
+        self.wrote(path)
+
+
+def test_a_store_has_a_snapshot_before_its_requests_are_gone_there(tmp_path: Path) -> None:
+    disk = _Store(tmp_path)
+    journal = Journal(tmp_path / "journal", segment_bytes=100, disk=disk)
+    for n in range(3):
+        journal.accept(JournalEntry(n, f"r{n}", "op", b"x" * 200, 0.0))
+        journal.resolve(f"r{n}", n)
+    part = journal.begin_snapshot(3)
+    (part / "state").write_text("3")
+    journal.commit_snapshot(part)
+    journal.close()
+    ended = [number for number, (name, exists) in enumerate(disk.told) if not exists]
+    assert ended
+    assert disk.told.index(("state", True)) < min(ended)
 
 
 # -- the real thing --------------------------------------------------------------------------------------

@@ -305,6 +305,18 @@ def test_the_file_of_samples_is_rewritten_and_survives_being_cut_off(tmp_path: P
     assert set(feeds._open) == {"open"}
 
 
+def test_samples_of_another_server_are_adopted_once(tmp_path: Path):
+    """A takeover that fails half-way is tried again."""
+    left = Completions(tmp_path / "samples")
+    left.restore()
+    left.begin("s#0", "lost")
+    feeds = Completions(None)
+    for _ in range(2):
+        feeds.adopt(tmp_path / "samples")
+    feeds.fetched(["lost"])
+    assert not feeds.is_open("s#0")
+
+
 # -- published adapters ----------------------------------------------------------------------------------
 
 

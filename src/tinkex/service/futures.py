@@ -213,6 +213,8 @@ class Completions:
     def adopt(self, path: Path) -> None:
         """Report the samples as ended that another process left in its file: their clients sample again."""
         for request_id, feed in _read(path).items():
+            if request_id in self._lost:
+                continue  # a takeover is tried again
             self._lost.add(request_id)
             self.begin(feed, request_id)
             self.end(feed, request_id, failed=False)

@@ -322,6 +322,13 @@ class Ledger(LedgerFile):
                 where, values = f"{where} AND {clause}", [*values, value]
         return self._select(rows.AuditRow, f"WHERE {where} ORDER BY at, audit_id", values)
 
+    def audit_after(self, number: int, event: str, *, start: float) -> list[tuple[int, str]]:
+        """What this file has had since that number (of its own): numbers, and details as JSON."""
+        where = "audit_id > ? AND event = ? AND +at >= ?"  # `+`: found by number, so nothing is read twice
+        return self._read(
+            f"SELECT audit_id, details FROM audit WHERE {where} ORDER BY 1", [number, event, start]
+        )
+
     def latest_audit(self, *, limit: int, offset: int) -> list[rows.AuditRow]:
         """What anybody did, newest first."""
         rest = "ORDER BY at DESC, audit_id DESC LIMIT ? OFFSET ?"

@@ -137,7 +137,7 @@ class SharedDatabase:
         try:
             with psycopg.connect(**where) as db:  # a pool would not say why it cannot connect
                 self._migrate(db)
-            self._pool.open(wait=True, timeout=float(where["connect_timeout"]))
+            self._pool.open(wait=True, timeout=float(where["connect_timeout"]) or 10.0)
         except (psycopg.Error, PoolTimeout) as error:
             self._pool.close()
             how = "reached" if isinstance(error, self._lost) else "used"
@@ -229,8 +229,9 @@ class SharedDatabase:
 
         def ask(db: Connection[Row]) -> tuple[list[Change], int]:
             found = db.execute(
-                "SELECT seq, tbl, op, CASE WHEN server = %s THEN NULL ELSE row END FROM changes "
-                "WHERE seq > %s ORDER BY seq",
+                # Several servers add to one row of usage: its sum is the database's.
+                "SELECT seq, tbl, op, CASE WHEN server = %s AND tbl <> 'usage' THEN NULL ELSE row END "
+                "FROM changes WHERE seq > %s ORDER BY seq",
                 [server, since],
             ).fetchall()
             changes = [Change(f[1], f[2] == "DELETE", _parsed(f[3])) for f in found if f[3] is not None]

@@ -121,6 +121,8 @@ class Peers:
                 await asyncio.to_thread(shutil.rmtree, old, True)
         mark = self._home / "server"
         before = mark.read_text() if mark.exists() else ""
+        if time.monotonic() - self._loaded > STALE:  # models were loaded; changes may have been dropped
+            self._load()  # before the registration: it may take longer than a lease
         until = time.monotonic() + self._lease + TICK  # one that ended here without its home is gone by then
         while not await asyncio.to_thread(self.database.register, self.server, self.url, self._lease, before):
             if time.monotonic() > until:
@@ -131,9 +133,6 @@ class Peers:
         mark.write_text(self.server)
         await self._renew()
         self._tasks.append(self._loop.create_task(self._keep_lease()))
-        if time.monotonic() - self._loaded > STALE:  # models were loaded; changes may have been dropped
-            await self.commit.synced()
-            self._load()
 
     def keep(self, adopt: Adopt) -> None:
         """From now on follow the others, and take over from servers that have ended."""

@@ -245,10 +245,11 @@ class RunMetrics:
     def _thin_out(self, path: Path, size: int) -> None:
         """Put fewer lines in the place of a file's first `size` bytes; others are added meanwhile."""
         try:
-            with open(path, "rb") as file, open(path.with_suffix(".part"), "wb", buffering=0) as part:
+            with open(path, "rb") as file, open(path.with_suffix(".part"), "wb") as part:
                 part.write(thinned(file.read(size)))
                 with self._writing:
                     part.write(file.read())
+                    part.flush()  # or raise: half a file must not replace a whole one
                     os.replace(part.name, path)
         except OSError as error:
             log.warning("%s was not thinned out: %s", path, error)
@@ -267,7 +268,7 @@ class RunMetrics:
         if (known := self._logged.get(row.run_id)) is None:
             found = await asyncio.to_thread(names_in, self._home.run_dir(row.run_id) / LOGGED)
             known = self._logged.setdefault(row.run_id, found)
-        if len(known | request.metrics.keys()) > MOST_NAMES:
+        if (new := request.metrics.keys() - known) and len(known) + len(new) > MOST_NAMES:
             raise Refusal(422, f"this run has logged {len(known)} metrics by name, and may log {MOST_NAMES}")
         known.update(request.metrics)
         self._append(row.run_id, LOGGED, {**request.metrics, "step": step, "time": round(time.time(), 3)})

@@ -57,6 +57,7 @@ class SharedCommit(GroupCommit):
         """Rows first: a save without its outcome is repeated; an outcome without its row would be told."""
         try:
             pieces = [piece for path in sorted(paths) for piece in self._pieces(path)]
+            pieces.sort(key=lambda piece: piece.at == GONE)  # what replaces a file is there before its end
             with self._lock:  # after the files were read: with the rows of all that they speak of
                 statements, self._statements = self._statements, []
             if statements:
@@ -78,6 +79,8 @@ class SharedCommit(GroupCommit):
         try:
             with path.open("rb") as file:
                 size = file.seek(0, 2)
+                if begin is not None:  # rows of what was written since may not be in the database yet
+                    size = min(size, self._sent.get(path, 0))
                 sent = 0 if size < sent else sent  # it was written anew
                 file.seek(sent)
                 data = file.read(size - sent)

@@ -96,6 +96,7 @@ class EngineActor:
         self._engine: Any = None
         self._building = ThreadPoolExecutor(1).submit(build, config)
         self._gpus = Gpus()
+        self._reading: asyncio.Task[Any] | None = None
 
     async def describe(self) -> tuple[ModelInfo, Heartbeat, str] | EngineError:
         """The engine's model, its state, and its node, once it is built."""
@@ -106,7 +107,9 @@ class EngineActor:
         return self._engine.info, await self.beat(), this_node()
 
     async def beat(self) -> Heartbeat:
-        await self._gpus.read()
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.get_running_loop().create_task(self._gpus.read())
+        await asyncio.wait([self._reading], timeout=10.0)  # an nvidia-smi that hangs is no silence of ours
         return self._report()
 
     def _report(self) -> Heartbeat:

@@ -265,7 +265,8 @@ class ClusterEngine:
 
     def _scale(self) -> None:
         """Replace what was lost, add what is needed, let go of what is not."""
-        have = [s for s in self.sampler.samplers.values() if not s.leaving]
+        making = {*self._making}  # first: one that is done meanwhile is then among those that we have
+        have = [s for s in [*self.sampler.samplers.values()] if not s.leaving]
         for sampler in list(self.sampler.samplers.values()):
             if sampler.leaving and not sampler.load:
                 self.sampler.lose(sampler)
@@ -274,7 +275,6 @@ class ClusterEngine:
         if wanted < len(have):
             self.sampler.spare()
         # What is reserved comes first, and one beyond it, for which there may be no room, holds nothing up.
-        making = {*self._making}
         free = [b for b in self._sampler_bundles() if b not in making | {s.bundle for s in have}]
         lacking = max(0, wanted - len(have) - len(making - {None}))
         for place in [*free, *({None} - making)][:lacking]:

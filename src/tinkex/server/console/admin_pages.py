@@ -25,7 +25,7 @@ from tinkex.store import directory_bytes
 from tinkex.types.training import DeleteRunRequest
 from tinkex.wire import ops
 
-DAYS = 30  # of usage and of the audit log
+DAYS = 30  # of usage
 MOST_RUNS = 2000  # whose space on the disk is measured
 MEASURED, PATIENCE = 60.0, 0.05  # seconds for which a measurement holds, and for which a page waits for more
 SHOWN = 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -35,6 +36,7 @@ class LiveService:
         """What is sampled of which run; looked up twice a second, however many pages are open."""
         if (now := time.monotonic()) - self._looked >= 0.5:
             self._looked, self._samples = now, self._service.samplers.under_way()
+            asyncio.get_running_loop().call_later(1.0, self._samples.clear)  # else results stay in memory
         return self._samples
 
     def seen_at(self, session_id: str) -> float | None:

@@ -22,11 +22,10 @@ from starlette.responses import Response
 from tinkex.server.signing import derive
 from tinkex.service.ledger import Ledger
 from tinkex.service.ledger_file import LedgerFullError
-from tinkex.service.rows import AuditRow, Scope
+from tinkex.service.rows import AuditRow
 
 LIFE = 7 * 24 * 3600.0  # seconds
 LOOK = 5.0  # seconds between two looks at what other servers have ended
-LATE = 3600.0  # seconds by which an event of theirs may be older than when it is seen
 LOGOUT = "console.logout"
 
 
@@ -43,7 +42,7 @@ class EndedSessions:
     """The sessions whose users have logged out, by id."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
-        self._ledger, self._since, self._looked = ledger, time.time() - LIFE, -LOOK
+        self._ledger, self._seen, self._looked = ledger, 0, -LOOK
         self._ids: set[str] = set()
 
     def add(self, session: LoginSession, user: str) -> None:
@@ -54,9 +53,10 @@ class EndedSessions:
 
     def __contains__(self, session_id: str) -> bool:
         if self._ledger is not None and time.monotonic() - self._looked >= LOOK:
-            self._looked, since, self._since = time.monotonic(), self._since, time.time() - LATE
-            events = self._ledger.audit(Scope(None), kind=LOGOUT.partition(".")[0], start=since)
-            self._ids.update(str(event.details.get("session")) for event in events)
+            self._looked = time.monotonic()
+            for number, details in self._ledger.audit_after(self._seen, LOGOUT, start=time.time() - LIFE):
+                self._seen = number
+                self._ids.add(str(json.loads(details).get("session")))
         return session_id in self._ids
 
 

@@ -65,7 +65,8 @@ class NowPage:
     async def _describe(self, visitor: Visitor) -> dict[str, Any]:
         service, metrics, caller, clean = self._service, self._metrics, visitor.caller, self._site.clean
         seen = service.activity.seen
-        mine = sorted((i for i in list(seen) if caller.owns(self._owner(i))), key=seen.__getitem__)
+        self._owners = {i: owner for i in list(seen) if (owner := self._owner(i))}  # none that has ended
+        mine = sorted((i for i, owner in self._owners.items() if caller.owns(owner)), key=seen.__getitem__)
         sessions = [row for i in mine[: -MOST - 1 : -1] if (row := service.ledger.session(i)) is not None]
         errors = [one for one in reversed(metrics.errors) if caller.owns(one.owner)][:MOST]
         return {
@@ -82,7 +83,7 @@ class NowPage:
         """Whose session it is; it never changes, and there may be thousands."""
         if (owner := self._owners.get(session_id)) is None:
             row = self._service.ledger.session(session_id)
-            owner = self._owners[session_id] = "" if row is None else row.owner
+            owner = "" if row is None else row.owner
         return owner
 
     def _engine(self, model: ServedModel, visitor: Visitor) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _matches(group: RolloutGroup, query: dict[str, str]) -> bool:
 
 
 def _preview(text: str) -> str:
-    return text if len(text) <= PREVIEW else f"… {text[-PREVIEW:]}"
+    return text if len(text) <= PREVIEW else f"… {text[-PREVIEW:].lstrip()}"
 
 
 class RolloutPages:

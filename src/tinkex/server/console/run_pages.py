@@ -15,6 +15,7 @@ from tinkex.server.console.event_pages import LiveStreams, next_tick
 from tinkex.server.console.site import ConsoleSite, as_json, page_of
 from tinkex.server.console.visitors import Visitor
 from tinkex.server.stream_sample import server_sent
+from tinkex.service.peers import Elsewhere
 from tinkex.service.refusal import Refusal
 from tinkex.service.rows import RUN_ORDERS, RunQuery, RunRow
 from tinkex.service.run_series import Curve, Mark, View
@@ -174,26 +175,37 @@ class RunPages:
 
     # -- runs overlaid -----------------------------------------------------------------------------------
 
-    def _compared(self, request: Request, visitor: Visitor) -> list[ShownRun]:
+    async def _compared(self, request: Request, visitor: Visitor) -> tuple[list[ShownRun], int]:
+        """The runs, and of how many the curves are at other servers; Elsewhere, if one of those has all."""
         asked = list(dict.fromkeys(request.query_params.getlist("run")))
         if len(asked) > MOST_COMPARED:
             raise Refusal(422, f"at most {MOST_COMPARED} runs can be compared at a time, got {len(asked)}")
-        return [self._data.run(run_id, visitor) for run_id in asked]
+        runs, away = [self._data.run(run_id, visitor) for run_id in asked], list[Refusal]()
+        for run_id in asked:
+            try:
+                await self._site.check_here(run_id)
+            except Refusal as refusal:
+                away.append(refusal)
+        places = {one.url if isinstance(one, Elsewhere) else "" for one in away}
+        if away and len(away) == len(runs) and len(places) == 1:
+            raise away[0]
+        return runs, len(away)
 
     async def compare(self, request: Request, visitor: Visitor) -> Response:
-        runs = self._compared(request, visitor)
+        runs, away = await self._compared(request, visitor)
         last = [await self._site.off_loop(self._data.series.last, self._data.directory(r.row)) for r in runs]
         facts = [_configuration(run.row) for run in runs]
         keys = list(dict.fromkeys(key for one in facts for key in one))
         differ = [key for key in keys if len({one.get(key) for one in facts}) > 1]
         same = {key: facts[0][key] for key in keys if key not in differ} if facts else {}
         return self._site.render(
-            "compare.html", visitor, runs=runs, last=last, names=_ordered(last), labels=_whole_names(),
-            facts=facts, differ=differ, same=same, query=urlencode([("run", run.row.run_id) for run in runs]),
+            "compare.html", visitor, runs=runs, away=away, last=last, names=_ordered(last),
+            labels=_whole_names(), facts=facts, differ=differ, same=same,
+            query=urlencode([("run", run.row.run_id) for run in runs]),
         )  # fmt: skip
 
     async def compared_curves(self, request: Request, visitor: Visitor) -> Response:
-        runs = self._compared(request, visitor)
+        runs, _ = await self._compared(request, visitor)
         return as_json(await self._site.off_loop(self._overlaid, runs, _by_time(request), _view(request)))
 
     def _overlaid(self, runs: Sequence[ShownRun], by_time: bool, view: View) -> dict[str, Any]:

@@ -156,7 +156,8 @@ class TrainingRequests:
             )
         )  # fmt: skip
         try:
-            return await self._submit(row, 0, request)
+            # A server that had made it may have ended before its journal said so: without a fingerprint.
+            return await self._submit(replace(row, fingerprint=""), 0, request)
         except Exception:
             if is_new:
                 await self.runs.discard(row)  # it was not accepted, so it must not be listed

@@ -216,6 +216,9 @@ class Journal(_Contents):
         os.rename(path, snapshot)  # the one moment at which it becomes the snapshot
         if self._disk is not None:
             sync_path(self.directory)
+            for record in snapshot.iterdir():  # to be in a store before what it replaces is gone there
+                if record.is_file():
+                    self._disk.wrote(record)
         with self._lock:
             self.snapshot, self.next_seq, self._begun = snapshot, next_seq, None
             self.forget([i for i in delivered if i in self._known and self._known[i].seq_id < next_seq])

@@ -106,6 +106,7 @@ class RunManager:
         return task.result()
 
     async def _open(self, row: RunRow, only_pending: bool) -> Run | None:
+        made = bool(row.fingerprint)  # as the caller says: who creates the run needs no files of it
         row = self.ledger.run(row.run_id) or row  # it may have changed while a caller waited
         if row.corrupted:
             problem = f"run {row.run_id} could not be restored; go on from one of its checkpoints"
@@ -113,7 +114,7 @@ class RunManager:
         if row.state == "closed":
             raise Refusal(410, f"run {row.run_id} ended with its session; go on from one of its checkpoints")
         model = self.models.find(row.base_model)
-        journal, restored = await self._open_journal(row.run_id, made=bool(row.fingerprint))
+        journal, restored = await self._open_journal(row.run_id, made=made)
         resumes = not only_pending or any(e.request_id not in restored.done for e in restored.entries)
         if (state := "live" if resumes else "evicted") != row.state:
             self.ledger.update_run(row.run_id, state=state)

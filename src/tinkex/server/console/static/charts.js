@@ -1,4 +1,4 @@
-// Charts of a page: the curves it names, and the points that its stream of events adds to them.
+// Charts of a page: its curves, and the points that its stream adds.
 // Knows uPlot and no metric: the server says which lines share a chart, and what they are called.
 // The page's address says how they are drawn, so that it can be shared.
 import { follow } from "./live.js";

@@ -1,4 +1,4 @@
-// The playground: one prompt to several models at once, their answers as they are drawn.
+// The playground: one prompt to several models at once.
 import { span } from "./tokens.js";
 
 const form = document.getElementById("ask"), answers = document.getElementById("answers"), ended = document.getElementById("told");

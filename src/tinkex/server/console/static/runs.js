@@ -1,8 +1,10 @@
-// The list of runs, read again every few seconds; and the button that compares the selected.
+// The list of runs, read again every few seconds.
 import { part } from "./live.js";
 
 const place = document.getElementById("runs");
-const chosen = new Set();   // what is checked stays so, whatever the list shows in between
+// What is checked stays so; a browser that goes back has checked some.
+const chosen = new Set([...place.querySelectorAll("[name=run]:checked")].map((box) => box.value));
+const copying = () => { const s = getSelection(); return !s.isCollapsed && place.contains(s.anchorNode); };
 let shown = "";
 
 function selected() {
@@ -18,14 +20,14 @@ async function again() {
       const response = await fetch(address, { headers: { accept: "text/html", "hx-request": "true", "hx-target": "runs" } });
       if (response.status === 204) return location.reload();   // logged out
       const html = await response.text();
-      if (response.ok && html !== shown && address === location.href && !document.querySelector(".htmx-request")) {
+      if (response.ok && html !== shown && address === location.href && !document.querySelector(".htmx-request") && !copying()) {
         part({ id: "runs", html });
         selected();
         shown = html;
       }
     }
   } catch { /* the server is away */ }
-  setTimeout(again, Math.max(3000, 100 * (performance.now() - began)));   // at most a hundredth of the server's time
+  setTimeout(again, Math.max(3000, 100 * (performance.now() - began)));
 }
 
 place.addEventListener("change", ({ target }) => { chosen[target.checked ? "add" : "delete"](target.value); selected(); });

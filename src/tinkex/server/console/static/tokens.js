@@ -1,4 +1,4 @@
-// Tokens as spans, coloured by a number each; what is known of one is shown when it is pointed at, or reached with the arrow keys.
+// Tokens as spans, coloured by a number each; the pointer or the arrow keys show what is known of one.
 // All text goes in as text.
 const FOLDED = [
   ["<think>", "</think>", "thinking"], ["[THINK]", "[/THINK]", "thinking"], ["<|channel|>analysis", "<|end|>", "thinking"],
@@ -69,7 +69,7 @@ export function paint(one, kind) {
 }
 
 // Puts tokens into an element; what a model thought and the tools it called are folded.
-// `before` is the text that the tokens follow: chat templates may open a thought that the answer goes on with.
+// `before` is the text before the tokens: chat templates may open a thought.
 export function fill(place, tokens, kind, before = "") {
   place.replaceChildren();
   let into = place, until = "", text = "";
