@@ -127,6 +127,17 @@ async def test_an_answer_that_comes_again_is_joined_at_the_step_that_drew_it(kee
         assert record["joined"]["trainer"] == pytest.approx(trained[one.step][2:], abs=1e-4)
 
 
+async def test_an_equal_answer_of_one_sampler_is_joined_before_one_that_was(keeping: Service):
+    user, answer = User(keeping), np.array([8, 9], np.int32)
+    run = await user.run()
+    for number, advantage in enumerate((1.0, -0.5, 2.0)):
+        observe(keeping, run, SampledSequence("stop", "", answer, np.zeros(2, np.float32)), sampler="s0")
+        await train(user, run, 1 + 2 * number, as_datum([5, 6, 7], [8, 9], advantage))
+    keeping.rollouts.flush()
+    found = RolloutReader().list(keeping.home.run_dir(run))[::-1]
+    assert [one.samples[0].advantage for one in found] == [1.0, -0.5, 2.0]
+
+
 async def test_a_full_budget_drops_the_oldest_and_no_request(home: Path):
     async with serving(home, keep_rollouts=1.0, rollout_bytes=16_000) as service:
         user = User(service)

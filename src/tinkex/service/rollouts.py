@@ -54,6 +54,7 @@ class _Known(NamedTuple):
     sample: int
     step: int
     answer: int
+    joined: bool = False  # with a pass that trained on it
 
 
 class RolloutRecorder:
@@ -203,7 +204,9 @@ class RolloutRecorder:
                 same = known.get(hashed.digest(), [])  # answers may be equal: one after the other
                 if not same or same[0].answer == 0:
                     continue
-                same.append(found := same.pop(0))
+                first = next((n for n, one in enumerate(same) if not one.joined), 0)
+                found = same.pop(first)
+                same.append(found._replace(joined=True))
                 answer = slice(end - 1 - found.answer, end - 1)  # targets are one position behind
                 record: Record = {"kind": "joined", "step": step, "id": found.record, "sample": found.sample}
                 record["trainer"] = trainer.values_np[answer]
