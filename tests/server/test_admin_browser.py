@@ -98,6 +98,10 @@ def test_a_key_is_made_and_revoked_and_usage_is_told(tab: Tab, runs: list[Traini
     page, name = tab.go("/console/admin"), f"bob {tab.look}"
     used = page.locator("[aria-label=Usage] tr", has_text="alice").locator("td").nth(1)
     until(lambda: tab.go("/console/admin") and used.count() and used.inner_text() not in ("", "0"))
+    curve = page.locator("[aria-label^='Trained tokens of each']")
+    points = [point.split(",") for point in (curve.locator("polyline").get_attribute("points") or "").split()]
+    assert len(points) == 30
+    assert float(points[-1][1]) < float(points[0][1]), "today is higher than a month ago"
     expect(page.locator("[aria-label=Storage]")).to_contain_text("math")
     page.click("text=Create a key")
     page.fill("#name", name)

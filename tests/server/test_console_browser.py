@@ -198,7 +198,12 @@ def test_rollouts_show_tokens_and_what_training_made_of_them(tab: Tab, trainers:
     page = tab.page
     finish(tab, "rollouts")
     step = page.locator("table.runs tbody td").first.inner_text()
-    page.click("table.runs tbody th a >> nth=0")
+    answers = rows.first.locator("td a")  # a cell for each answer of the group
+    assert answers.count() == min(16, int(rows.first.locator("td").nth(1).text_content() or 0))
+    assert answers.last.inner_text() != ""
+    answers.nth(1).click()
+    expect(page).to_have_url(re.compile("#answer-2$"))
+    expect(page.locator("#answer-2")).to_be_in_viewport()
     expect(page.locator(".chart-tools label").first).to_contain_text(f"Step {step}")
     trained = page.locator(".sample", has_text="Trained at step").first
     trained.scroll_into_view_if_needed()

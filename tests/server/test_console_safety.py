@@ -556,7 +556,9 @@ def test_rollouts_are_filtered_and_have_pages(keeping: Running) -> None:
     alice, address = Browser(keeping, ALICE), f"/console/runs/{run.model_id}/rollouts"
 
     def groups(query: str) -> list[str]:
-        return re.findall(rf"{address}/(\w+)\?", alice.get(f"{address}?{query}").body.decode())
+        return re.findall(
+            rf'class="prompt" href="{address}/(\w+)\?', alice.get(f"{address}?{query}").body.decode()
+        )
 
     assert [len(groups(f"page={n}")) for n in (1, 2, 3)] == [50, 10, 0]
     assert "there are only 2 pages" in alice.get(f"{address}?page=3").body.decode()

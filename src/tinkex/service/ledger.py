@@ -308,6 +308,13 @@ class Ledger(LedgerFile):
         )
         return [(at, owner, json.loads(amounts)) for at, owner, amounts in found]
 
+    def usage_totals(self, start: float) -> list[tuple[float, str, float]]:
+        """A day's begin, a kind, and the amount of all owners."""
+        return self._read(
+            "SELECT hour - hour % 86400 AS day, kind, sum(amount) FROM usage WHERE hour >= ? GROUP BY 1, 2",
+            [start],
+        )
+
     def add_audit(self, row: rows.AuditRow) -> None:
         self._insert(rows.AuditRow, vars(row))
 

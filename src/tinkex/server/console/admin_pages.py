@@ -29,6 +29,10 @@ DAYS = 30  # of usage
 MOST_RUNS = 2000  # whose space on the disk is measured
 MEASURED, PATIENCE = 60.0, 0.05  # seconds for which a measurement holds, and for which a page waits for more
 SHOWN = 100
+CURVES = {  # of usage: what of it they sum up
+    "Trained tokens": ("training",), "Sampled tokens": ("sampling_sample",),
+    "Prompt tokens": ("sampling_prefill", "sampling_prefill_cached"), "Saves": ("checkpoint",),
+}  # fmt: skip
 EVERYBODY = Scope(None)
 
 
@@ -52,6 +56,7 @@ class AdminPages:
         audit = ledger.latest_audit(limit=SHOWN + 1, offset=offset)
         return self._site.render(
             "admin.html", visitor, keys=ledger.keys(), days=DAYS, storage=ledger.storage(EVERYBODY),
+            curves=_by_day(ledger.usage_totals(time.time() - DAYS * 86400)),
             usage=[(datetime.fromtimestamp(day, UTC).date(), owner, kinds) for day, owner, kinds in usage],
             projects=sorted({key.project_id for key in ledger.keys() if key.project_id}),  # noqa: SIM118
             audit=audit[:SHOWN], audit_page=number, audit_more=len(audit) > SHOWN,
@@ -97,6 +102,18 @@ class AdminPages:
     def _measure(self, run_ids: list[str]) -> None:
         for run_id in run_ids:
             self._sizes[run_id] = time.monotonic(), _size(self._data.home.run_dir(run_id))
+
+
+def _by_day(totals: list[tuple[float, str, float]]) -> dict[str, list[float]]:
+    """What was used on each of the last DAYS days, by curve."""
+    used = {(int(day // 86400), kind): amount for day, kind, amount in totals}
+    today = int(time.time() // 86400)
+    return {
+        title: [
+            sum(used.get((day, kind), 0.0) for kind in kinds) for day in range(today - DAYS + 1, today + 1)
+        ]
+        for title, kinds in CURVES.items()
+    }
 
 
 class AdminChanges:

@@ -19,6 +19,7 @@ from tinkex.service.rows import RunRow
 
 GROUPS = 50  # of one page
 MOST_SAMPLES = 64  # of a group that are shown
+LISTED = 16  # of a group, in the table of groups
 SEARCHED = 1000  # groups whose prompts are searched for a text
 PREVIEW = 160  # characters of a prompt in the list
 
@@ -117,7 +118,7 @@ class RolloutPages:
         return self._site.render(
             "rollouts.html", visitor, run=run, groups=list(zip(shown, prompts, strict=True)),
             total=len(groups), steps=steps, stops=stops, query=query, orders=[*ORDERS], rate=self._rate,
-            page=number, pages=max(1, -(-len(groups) // GROUPS)), searched=SEARCHED,
+            page=number, pages=max(1, -(-len(groups) // GROUPS)), searched=SEARCHED, most=LISTED,
         )  # fmt: skip
 
     def _prompt(self, group: RolloutGroup, table: Any) -> str:
