@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.engine.tiny import tiny_tokenizer
+from tests.server.browser import chromium
 from tinkex.engine.protocol import EngineConfig
 from tinkex.server.serve import Server, ServerConfig
 from tinkex.service.config import ServiceConfig
@@ -25,6 +26,12 @@ from tinkex.wire import proto_codec
 MODEL = "m/base"
 KEY = {"x-api-key": "tml-alice"}
 OTHER_KEY = {"x-api-key": "tml-bob"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.server.browser import Tab, chromium, until
+from tests.server.browser import Tab, until
 from tests.server.served import MODEL, Serve
 from tinkex import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 
@@ -22,12 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 SHOTS = os.environ.get("TINKEX_SCREENSHOTS")  # where pictures for the documentation go, if anywhere
 DATA = [Datum(ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

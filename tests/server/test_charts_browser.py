@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 import pytest
 from playwright.sync_api import expect
 
-from tests.server.browser import Tab, chromium
+from tests.server.browser import Tab
 from tests.server.conftest import MODEL, Running
 from tinkex import ServiceClient, TrainingClient
 
@@ -19,12 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 KEY = "tml-alice"
 STEPS = range(101)
 CURVE = [10 ** (step / 25) for step in STEPS]  # 1 to 10,000; 100 in the middle
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

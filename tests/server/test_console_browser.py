@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import pytest
 from playwright.sync_api import expect
 
-from tests.server.browser import Tab, chromium, until
+from tests.server.browser import Tab, until
 from tests.server.served import MODEL, Serve
 from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient, TrainingClient, render_chat
 
@@ -30,12 +30,6 @@ if PICTURED:
 EVIL = "<img src=x onerror=alert(1)>"
 SECOND = "grpo on poems" if PICTURED else f"evil {EVIL}"
 REWARD = re.compile(r"^\s*reward")  # the curve that a client logs; another begins with its spread
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

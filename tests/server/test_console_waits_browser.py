@@ -15,7 +15,7 @@ from playwright.sync_api import expect
 from tokenizers import Tokenizer
 
 from tests.cluster.nodes import Nodes
-from tests.server.browser import Tab, chromium
+from tests.server.browser import Tab
 from tests.server.conftest import MODEL, Running
 from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient, TrainingClient
 from tinkex.engine.protocol import Placement
@@ -29,12 +29,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.xdist_group("ra
 KEY = "tml-alice"
 Training = Callable[[Running, str], TrainingClient]
 DATA = [Datum(ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as started:
-        yield started
 
 
 def opened(browser: Any, server: Running) -> Tab:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.server.browser import Tab, chromium, until
+from tests.server.browser import Tab, until
 from tests.server.conftest import MODEL, Running
 from tests.server.prefix_proxy import prefix_proxy
 from tests.server.served import Serve
@@ -30,12 +30,6 @@ KEY = "tml-alice"
 DATA = [Datum(ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})]
 ROOT = Path(__file__).parents[2]
 CUT = ("Failed to load resource", "ERR_")  # what a browser says of a server that is away or refuses
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.server.browser import Tab, chromium
+from tests.server.browser import Tab
 from tests.server.served import MODEL, Serve
 from tinkex import ServiceClient
 
@@ -35,12 +35,6 @@ STOP_AT_ONCE = """() => {
     document.getElementById("stop").click();
   }).observe(answers, { childList: true, subtree: true });
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
