@@ -6,7 +6,7 @@ student's, so that the reverse KL divergence falls. Student and teacher must sha
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,9 @@ import numpy as np
 import tinkex
 from tinkex.data import Batches
 from tinkex.recipes.conversations import load, question
-from tinkex.recipes.interrupts import ctrl_c
 from tinkex.recipes.progress import Progress
-from tinkex.recipes.run_directory import Interrupted, Outcome
+from tinkex.recipes.recipe_run import RecipeRun
+from tinkex.recipes.run_directory import Outcome
 from tinkex.recipes.settings import TrainConfig, option, sampler_of
 from tinkex.rl import kl_metrics, mean_advantages, rl_datum
 
@@ -46,46 +46,23 @@ def train_distill(
     """
     if not config.teacher:
         raise tinkex.InvalidInputError("give --teacher: a base model, or an adapter's tinker:// path")
-    progress = progress or Progress(quiet=True)
     read = load(config.data, question, skip_bad=config.skip_bad)
-    with ExitStack() as stack:
-        directory = stack.enter_context(
-            config.open("distill", config.data, progress, data_digest=read.digest)
-        )
-        if directory.outcome is not None:
-            progress.note(f"{directory.path} is finished; --fresh trains anew")
-            return directory.outcome
-        service = service or stack.enter_context(tinkex.ServiceClient())
-        run = directory.resume(service) or config.create_run(service, directory.name)
-        tokenizer = run.get_tokenizer()
-        teacher = sampler_of(service, config.teacher)
+    with RecipeRun("distill", config.data, config, service, progress, data_digest=read.digest) as run:
+        if run.outcome is not None:
+            return run.outcome
+        client, tokenizer = run.client, run.client.get_tokenizer()
+        teacher = sampler_of(run.service, config.teacher)
         check_vocabularies(tokenizer, teacher.get_tokenizer(), config)
         prompts = read.map(lambda each: tinkex.render_chat(tokenizer, each[0]), skip_bad=config.skip_bad)
         batches = Batches([1] * len(prompts.items), size=config.batch_size, seed=config.seed)
         steps = config.steps or 50
-        peak = config.peak_learning_rate(service, "distill")
         answers = f"{config.batch_size} × {config.group_size} answers"
-        title = f"{len(prompts.items)} prompts ({prompts.bad} bad rows left out): {steps} steps of {answers}"
-        progress.begin(f"{title}, learning rate {peak:g}", steps, directory.done)
-        stopped = stack.enter_context(ctrl_c())
-        for step in range(directory.done + 1, steps + 1):
+        bad = f"{prompts.bad} bad rows left out"
+        run.begin(f"{len(prompts.items)} prompts ({bad}): {steps} steps of {answers}", steps)
+        for step in run:
             batch = [prompts.items[i] for i in batches[step - 1]]
-            student = run.save_weights_and_get_sampling_client()  # the current weights: on-policy
-            seed = (config.seed * 7919 + step) * _STRIDE
-            params = tinkex.SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature)
-            asked = [
-                student.sample(
-                    tinkex.ModelInput.from_ints(prompt),
-                    config.group_size,
-                    replace(params, seed=(seed + place) % 2**31),
-                )
-                for place, prompt in enumerate(batch)
-            ]
-            said = [
-                (prompt, sequence)
-                for prompt, future in zip(batch, asked, strict=True)
-                for sequence in future.result().sequences
-            ]
+            student = client.save_weights_and_get_sampling_client()  # the current weights: on-policy
+            said = answer(student, batch, config, step)
             scored = [
                 teacher.compute_logprobs(tinkex.ModelInput.from_ints([*prompt, *sequence.tokens]))
                 for prompt, sequence in said
@@ -97,21 +74,37 @@ def train_distill(
                 apart = np.array(sequence.logprobs) - theirs
                 distances.append(apart)
                 data.append(rl_datum(prompt, sequence, -apart))
-            adam = config.step_params(step - 1, steps, peak)
-            passed = run.forward_backward(mean_advantages(data), "importance_sampling")
-            run.optim_step(adam).result()
+            adam = run.adam(step)
+            passed = client.forward_backward(mean_advantages(data), "importance_sampling")
+            client.optim_step(adam).result()
             row = {"kl_teacher": float(np.concatenate(distances).mean()), **kl_metrics(data, passed.result())}
             tokens = sum(datum.model_input.length for datum in data)
             row = {"loss": passed.result().metrics["loss:sum"], **row, "learning_rate": adam.learning_rate}
-            directory.log(step, row, tokens)
+            run.directory.log(step, row, tokens)
             text = tokenizer.decode(said[0][1].tokens, skip_special_tokens=True)
-            directory.sample(step, prompt=tokenizer.decode(said[0][0]), text=text)
-            stop = stopped()
-            if stop or step % config.save_every == 0 or step == steps:
-                directory.save(service, run, step)
-            if stop and step < steps:
-                raise Interrupted(f"stopped after step {step} of {steps}; the same command continues")
-        return directory.finish(run)
+            run.directory.sample(step, prompt=tokenizer.decode(said[0][0]), text=text)
+        return run.finish()
+
+
+def answer(
+    student: tinkex.SamplingClient, batch: Sequence[list[int]], config: DistillConfig, step: int
+) -> list[tuple[list[int], tinkex.SampledSequence]]:
+    """The student's answers to a step's prompts, each with its prompt."""
+    seed = (config.seed * 7919 + step) * _STRIDE
+    params = tinkex.SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature)
+    asked = [
+        student.sample(
+            tinkex.ModelInput.from_ints(prompt),
+            config.group_size,
+            replace(params, seed=(seed + place) % 2**31),
+        )
+        for place, prompt in enumerate(batch)
+    ]
+    return [
+        (prompt, sequence)
+        for prompt, future in zip(batch, asked, strict=True)
+        for sequence in future.result().sequences
+    ]
 
 
 def check_vocabularies(student: Any, teacher: Any, config: DistillConfig) -> None:

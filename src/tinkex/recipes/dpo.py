@@ -7,7 +7,6 @@ each pair. The loss, −log σ(β · margin), has its gradient in numpy, so that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,9 @@ import numpy as np
 import tinkex
 from tinkex.data import Batches, chat_datum, completion_datum
 from tinkex.recipes.conversations import Pair, load, pair
-from tinkex.recipes.interrupts import ctrl_c
 from tinkex.recipes.progress import Progress
-from tinkex.recipes.run_directory import Interrupted, Outcome
+from tinkex.recipes.recipe_run import RecipeRun
+from tinkex.recipes.run_directory import Outcome
 from tinkex.recipes.settings import ExamplesConfig, option
 from tinkex.rl import whole_sequence
 
@@ -39,16 +38,11 @@ def train_dpo(
 
     >>> train_dpo(DpoConfig(data="pairs.jsonl", out="runs/pairs"))  # doctest: +SKIP
     """
-    progress = progress or Progress(quiet=True)
     read = load(config.data, pair, skip_bad=config.skip_bad)
-    with ExitStack() as stack:
-        directory = stack.enter_context(config.open("dpo", config.data, progress, data_digest=read.digest))
-        if directory.outcome is not None:
-            progress.note(f"{directory.path} is finished; --fresh trains anew")
-            return directory.outcome
-        service = service or stack.enter_context(tinkex.ServiceClient())
-        run = directory.resume(service) or config.create_run(service, directory.name)
-        tokenizer = run.get_tokenizer()
+    with RecipeRun("dpo", config.data, config, service, progress, data_digest=read.digest) as run:
+        if run.outcome is not None:
+            return run.outcome
+        client, tokenizer = run.client, run.client.get_tokenizer()
         made = read.map(lambda each: pair_data(tokenizer, each, config), skip_bad=config.skip_bad)
         kept, out = config.held_out(len(made.items))
         pairs, tests = [made.items[i] for i in kept], [made.items[i] for i in out]
@@ -56,37 +50,28 @@ def train_dpo(
         batches = Batches(lengths, size=config.batch_size, seed=config.seed, shuffle=config.shuffle)
         steps = config.steps or batches.steps(config.epochs)
         if config.show_batch:
-            progress.batch(tokenizer, [datum for i in batches[0] for datum in pairs[i]])
+            run.progress.batch(tokenizer, [datum for i in batches[0] for datum in pairs[i]])
             return None
-        peak = config.peak_learning_rate(service, "dpo")
-        progress.begin(
-            f"{len(pairs)} pairs ({made.bad} bad rows left out), {len(tests)} held out; {steps} steps of "
-            f"{config.batch_size}, learning rate {peak:g}, beta {config.beta:g}", steps, directory.done,
-        )  # fmt: skip
+        size = f"{steps} steps of {config.batch_size}, beta {config.beta:g}"
+        run.begin(f"{len(pairs)} pairs ({made.bad} bad rows left out), {len(tests)} held out; {size}", steps)
 
-        reference = Reference(config.reference(service))
-        if tests and not directory.rows:
-            directory.log(0, evaluate_pairs(run, tests, reference, config.beta))
-        stopped = stack.enter_context(ctrl_c())
-        for step in range(directory.done + 1, steps + 1):
+        reference = Reference(config.reference(run.service))
+        if tests and not run.directory.rows:
+            run.directory.log(0, evaluate_pairs(client, tests, reference, config.beta))
+        for step in run:
             batch = [datum for i in batches[step - 1] for datum in pairs[i]]
             loss = PreferenceLoss(reference.sums(batch), config.beta)
-            params = config.step_params(step - 1, steps, peak)
-            passed = run.forward_backward_custom(batch, loss)
-            run.optim_step(params).result()
+            adam = run.adam(step)
+            passed = client.forward_backward_custom(batch, loss)
+            client.optim_step(adam).result()
             found = passed.result().metrics
             row = {name: found[name] for name in ("margin", "accuracy", "chosen", "rejected")}
             tokens = sum(datum.model_input.length for datum in batch)
-            row = {"loss": found["loss:sum"], **row, "learning_rate": params.learning_rate}
-            directory.log(step, row, tokens)
+            row = {"loss": found["loss:sum"], **row, "learning_rate": adam.learning_rate}
+            run.directory.log(step, row, tokens)
             if tests and (step % config.eval_every == 0 or step == steps):
-                directory.log(step, evaluate_pairs(run, tests, reference, config.beta))
-            stop = stopped()
-            if stop or step % config.save_every == 0 or step == steps:
-                directory.save(service, run, step)
-            if stop and step < steps:
-                raise Interrupted(f"stopped after step {step} of {steps}; the same command continues")
-        return directory.finish(run)
+                run.directory.log(step, evaluate_pairs(client, tests, reference, config.beta))
+        return run.finish()
 
 
 def pair_data(tokenizer: Any, each: Pair, config: DpoConfig) -> tuple[tinkex.Datum, tinkex.Datum]:
@@ -149,14 +134,14 @@ class PreferenceLoss:
 
 
 def evaluate_pairs(
-    run: tinkex.TrainingClient,
+    client: tinkex.TrainingClient,
     pairs: Sequence[tuple[tinkex.Datum, tinkex.Datum]],
     reference: Reference,
     beta: float,
 ) -> dict[str, float]:
     """Loss and accuracy on held-out pairs."""
     data = [datum for each in pairs for datum in each]
-    outputs = run.forward(data, "cross_entropy").result().loss_fn_outputs
+    outputs = client.forward(data, "cross_entropy").result().loss_fn_outputs
     loss = PreferenceLoss(reference.sums(data), beta)
     logprobs = [output["logprobs"].to_numpy() for output in outputs]
     value, _, metrics = loss.value_and_gradients(data, logprobs)

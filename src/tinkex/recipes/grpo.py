@@ -8,7 +8,7 @@ killed run resumes with the same rewards and losses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,10 +16,10 @@ import tinkex
 from tinkex.data import Batches
 from tinkex.recipes.conversations import load, question
 from tinkex.recipes.environments import Environment, Episode, Questions, environment
-from tinkex.recipes.interrupts import ctrl_c
 from tinkex.recipes.progress import Progress
+from tinkex.recipes.recipe_run import RecipeRun
 from tinkex.recipes.rewards import Reward
-from tinkex.recipes.run_directory import Interrupted, Outcome
+from tinkex.recipes.run_directory import Outcome
 from tinkex.recipes.settings import TrainConfig, option
 from tinkex.rl import (
     group_advantages,
@@ -70,31 +70,24 @@ def train_grpo(
 
     >>> train_grpo(GrpoConfig(env="arithmetic", steps=20, out="runs/sums"))  # doctest: +SKIP
     """
-    progress = progress or Progress(quiet=True)
-    with ExitStack() as stack:
-        world, problems, reward, digest = world_of(config)
-        if reward is not None:
-            stack.callback(reward.close)
-        what = config.env or str(config.data)
-        directory = stack.enter_context(config.open("grpo", what, progress, data_digest=digest))
-        if directory.outcome is not None:
-            progress.note(f"{directory.path} is finished; --fresh trains anew")
-            return directory.outcome
-        service = service or stack.enter_context(tinkex.ServiceClient())
-        run = directory.resume(service) or config.create_run(service, directory.name)
-        tokenizer = run.get_tokenizer()
+    world, problems, reward, digest = world_of(config)
+    what = config.env or str(config.data)
+    with (
+        closing(reward) if reward else nullcontext(),
+        RecipeRun("grpo", what, config, service, progress, data_digest=digest) as run,
+    ):
+        if run.outcome is not None:
+            return run.outcome
+        client, tokenizer = run.client, run.client.get_tokenizer()
         steps = config.steps or 50
-        peak = config.peak_learning_rate(service, "grpo")
         # A function of the step: problems of a file in shuffled epochs, others as they come.
         batches = Batches([1] * problems, size=config.batch_size, seed=config.seed) if problems else None
-        reference = config.reference(service) if config.kl_coefficient else None
-        attempts = f"{config.batch_size} × {config.group_size} attempts"
-        progress.begin(f"{what}: {steps} steps of {attempts}, learning rate {peak:g}", steps, directory.done)
-        stopped = stack.enter_context(ctrl_c())
-        for step in range(directory.done + 1, steps + 1):
+        reference = config.reference(run.service) if config.kl_coefficient else None
+        run.begin(f"{what}: {steps} steps of {config.batch_size} × {config.group_size} attempts", steps)
+        for step in run:
             first = (step - 1) * config.batch_size
             numbers = batches[step - 1] if batches else list(range(first, first + config.batch_size))
-            sampler = run.save_weights_and_get_sampling_client()  # the current weights: on-policy
+            sampler = client.save_weights_and_get_sampling_client()  # the current weights: on-policy
             slow = reward.timeouts if reward else 0
             groups = attempt(sampler, tokenizer, world, numbers, config, step)
             rewards = [[each.reward or 0.0 for each in group] for group in groups]
@@ -115,23 +108,18 @@ def train_grpo(
                     scored = [reference.compute_logprobs(whole_sequence(datum)) for datum in data]
                     known = [future.result() for future in scored]
                     data, row["kl_reference"] = with_kl_penalty(data, known, config.kl_coefficient)
-                params = config.step_params(step - 1, steps, peak)
-                passed = run.forward_backward(mean_advantages(data), config.loss)
-                run.optim_step(params).result()
+                adam = run.adam(step)
+                passed = client.forward_backward(mean_advantages(data), config.loss)
+                client.optim_step(adam).result()
                 output = passed.result()
                 row |= {"loss": output.metrics["loss:sum"], **kl_metrics(data, output)}
-                row["learning_rate"] = params.learning_rate
+                row["learning_rate"] = adam.learning_rate
             played = [each for group in groups for each in group]
             turns = [turn for each in played for turn in each.turns]
-            directory.log(step, row, sum(len(prompt) + len(said.tokens) for prompt, said in turns))
+            run.directory.log(step, row, sum(len(prompt) + len(said.tokens) for prompt, said in turns))
             best = max(played, key=lambda each: each.reward or 0.0)
-            directory.sample(step, reward=best.reward, messages=best.episode.messages, text=best.said)
-            stop = stopped()
-            if stop or step % config.save_every == 0 or step == steps:
-                directory.save(service, run, step)
-            if stop and step < steps:
-                raise Interrupted(f"stopped after step {step} of {steps}; the same command continues")
-        return directory.finish(run)
+            run.directory.sample(step, reward=best.reward, messages=best.episode.messages, text=best.said)
+        return run.finish()
 
 
 def world_of(config: GrpoConfig) -> tuple[Environment, int, Reward | None, str]:

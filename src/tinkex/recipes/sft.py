@@ -7,7 +7,6 @@ on means over tokens, keeps one step in flight, evaluates on held-out examples, 
 from __future__ import annotations
 
 from collections import deque
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +21,9 @@ from tinkex.data import (
     text_datum,
 )
 from tinkex.recipes.conversations import ChatExample, conversation, load
-from tinkex.recipes.interrupts import ctrl_c
 from tinkex.recipes.progress import Progress
-from tinkex.recipes.run_directory import Interrupted, Outcome, RunDirectory
+from tinkex.recipes.recipe_run import RecipeRun
+from tinkex.recipes.run_directory import Outcome, RunDirectory
 from tinkex.recipes.settings import ExamplesConfig, option
 
 
@@ -48,19 +47,13 @@ def train_sft(
 
     >>> train_sft(SftConfig(data="chats.jsonl", out="runs/chats"))  # doctest: +SKIP
     """
-    progress = progress or Progress(quiet=True)
     read = load(config.data, conversation, skip_bad=config.skip_bad)
     evals = load(config.eval_data, conversation, skip_bad=config.skip_bad) if config.eval_data else None
     facts = {"data_digest": read.digest, "eval_digest": evals.digest if evals else None}
-    with ExitStack() as stack:
-        directory = stack.enter_context(config.open("sft", config.data, progress, **facts))
-        if directory.outcome is not None:
-            progress.note(f"{directory.path} is finished; --fresh trains anew")
-            return directory.outcome
-        service = service or stack.enter_context(tinkex.ServiceClient())
-        run = directory.resume(service) or config.create_run(service, directory.name)
-        tokenizer = run.get_tokenizer()
-
+    with RecipeRun("sft", config.data, config, service, progress, **facts) as run:
+        if run.outcome is not None:
+            return run.outcome
+        directory, client, tokenizer = run.directory, run.client, run.client.get_tokenizer()
         made = read.map(lambda each: sft_data(tokenizer, each, config), skip_bad=config.skip_bad)
         examples = made.items
         if evals is not None:
@@ -74,48 +67,41 @@ def train_sft(
         batches = Batches(lengths, size=config.batch_size, seed=config.seed, shuffle=config.shuffle)
         steps = config.steps or batches.steps(config.epochs)
         if config.show_batch:
-            progress.batch(tokenizer, [data[i] for i in batches[0]])
+            run.progress.batch(tokenizer, [data[i] for i in batches[0]])
             return None
-        peak = config.peak_learning_rate(service, "sft")
         cut = sum(length >= config.max_length for length in lengths)
-        progress.begin(
-            f"{len(data)} examples ({cut} cut to {config.max_length} tokens, {made.bad} bad rows left out), "
-            f"{len(test_data)} held out; {steps} steps of {config.batch_size}, learning rate {peak:g}",
-            steps, directory.done,
-        )  # fmt: skip
+        left_out = f"{cut} cut to {config.max_length} tokens, {made.bad} bad rows left out"
+        size = f"{len(test_data)} held out; {steps} steps of {config.batch_size}"
+        run.begin(f"{len(data)} examples ({left_out}), {size}", steps)
 
         best = directory.saved.best if directory.saved else None
         if test_data and not directory.rows:
-            directory.log(0, {"eval_loss": evaluate_loss(run, test_data)})
+            directory.log(0, {"eval_loss": evaluate_loss(client, test_data)})
         flight: deque[tuple[int, list[tinkex.Datum], Any, Any, float]] = deque()
-        stopped = stack.enter_context(ctrl_c())
         step = directory.done
         while step < steps and not stale(directory, config.early_stopping):
             batch = [data[i] for i in batches[step]]
-            params = config.step_params(step, steps, peak)
-            passed = run.forward_backward(mean_loss(batch), "cross_entropy")
-            stepped = run.optim_step(params)  # queued behind the pass, without waiting for it
-            flight.append((step + 1, batch, passed, stepped, params.learning_rate))
             step += 1
+            adam = run.adam(step)
+            passed = client.forward_backward(mean_loss(batch), "cross_entropy")
+            stepped = client.optim_step(adam)  # queued behind the pass, without waiting for it
+            flight.append((step, batch, passed, stepped, adam.learning_rate))
             evaluate = bool(test_data) and (step % config.eval_every == 0 or step == steps)
-            stop = stopped()
+            stop = run.stopped()
             save = evaluate or step % config.save_every == 0 or step == steps or stop
             while len(flight) > (0 if save else 1):  # one step stays in flight
                 report(directory, *flight.popleft())
-                if not stop and stopped():  # while we waited: begin no further step
+                if not stop and run.stopped():  # while we waited: begin no further step
                     stop = save = True
             if evaluate:
-                loss = evaluate_loss(run, test_data)
+                loss = evaluate_loss(client, test_data)
                 improved = loss < min(row["eval_loss"] for row in directory.rows if "eval_loss" in row)
                 directory.log(step, {"eval_loss": loss})
                 if improved and config.early_stopping:
-                    best = run.save_weights_for_sampler(f"best-{step:06d}").result().path
-                write_samples(directory, run, tokenizer, tests[: config.samples], step)
-            if save:
-                directory.save(service, run, step, best)
-            if stop and step < steps:
-                raise Interrupted(f"stopped after step {step} of {steps}; the same command continues")
-        return directory.finish(run)
+                    best = client.save_weights_for_sampler(f"best-{step:06d}").result().path
+                write_samples(directory, client, tokenizer, tests[: config.samples], step)
+            run.end_step(step, stop=stop, save=save, best=best)
+        return run.finish()
 
 
 def sft_data(tokenizer: Any, example: ChatExample, config: SftConfig) -> list[tinkex.Datum]:
@@ -134,9 +120,9 @@ def sft_data(tokenizer: Any, example: ChatExample, config: SftConfig) -> list[ti
     return chat_data(tokenizer, messages, config.train_on, max_length=config.max_length, **tools)
 
 
-def evaluate_loss(run: tinkex.TrainingClient, data: list[tinkex.Datum]) -> float:
+def evaluate_loss(client: tinkex.TrainingClient, data: list[tinkex.Datum]) -> float:
     """The mean loss of a held-out token."""
-    return run.forward(data, "cross_entropy").result().metrics["loss:sum"] / learnt_tokens(data)
+    return client.forward(data, "cross_entropy").result().metrics["loss:sum"] / learnt_tokens(data)
 
 
 def report(
@@ -157,7 +143,7 @@ def stale(directory: RunDirectory, patience: int | None) -> bool:
 
 def write_samples(
     directory: RunDirectory,
-    run: tinkex.TrainingClient,
+    client: tinkex.TrainingClient,
     tokenizer: Any,
     tests: list[list[tinkex.Datum]],
     step: int,
@@ -165,7 +151,7 @@ def write_samples(
     """Greedy answers to held-out prompts, with the expected ones."""
     if not tests:
         return
-    sampler = run.save_weights_and_get_sampling_client()
+    sampler = client.save_weights_and_get_sampling_client()
     params = tinkex.SamplingParams(max_tokens=64, temperature=0.0)
     for datum, *_ in tests:
         weights, targets = (datum.loss_fn_inputs[key].to_numpy() for key in ("weights", "target_tokens"))
