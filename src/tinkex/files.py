@@ -1,4 +1,4 @@
-"""Files of this machine: locks that end with their process, files that replace others, progress of copies."""
+"""Files of this machine: locks that end with their process, and writes that happen whole or not at all."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def try_lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def append_whole(path: Path, data: bytes) -> int:
+    """Add all of `data` to a file or, where the disk is full, nothing of it; returns the file's size."""
+    with open(path, "ab", buffering=0) as file:
+        size = file.tell()
+        if file.write(data) < len(data):
+            file.truncate(size)
+            raise OSError("no space is left for it")
+    return size + len(data)
 
 
 @contextlib.contextmanager

@@ -14,10 +14,10 @@ import pytest
 from tinkex.service.run_series import (
     LOGGED,
     STEPS,
+    Axis,
     Mark,
     RunSeries,
     View,
-    downsample,
     last_step,
     merged,
     thinned,
@@ -90,7 +90,7 @@ def test_a_picture_keeps_the_least_and_the_greatest_of_every_pixel(seed: int) ->
     x = np.sort(np.array([rng.uniform(0, 1000) for _ in range(count)]))
     y = np.array([rng.gauss(0, 1) for _ in range(count)])
     y[rng.randrange(count)] = 1e6  # a spike of one step
-    curve = downsample(x, y, View(pixels=pixels))
+    curve = Axis(x, View(pixels=pixels)).curve(y)
     assert len(curve.x) <= 2 * pixels
     for pixel in range(pixels):
         low = x[0] + (x[-1] - x[0]) * pixel / pixels
@@ -103,9 +103,9 @@ def test_a_picture_keeps_the_least_and_the_greatest_of_every_pixel(seed: int) ->
 
 def test_a_part_of_a_curve_is_shown_as_finely_as_it_is(tmp_path: Path) -> None:
     x = np.arange(100_000.0)
-    part = downsample(x, np.sin(x), View(500, 599))
+    part = Axis(x, View(500, 599)).curve(np.sin(x))
     assert part.x.tolist() == list(range(500, 600))
-    back = downsample(np.array([1.0, 2, 3, 2, 3]), np.array([1.0, 2, 3, math.nan, 5]), View())
+    back = Axis(np.array([1.0, 2, 3, 2, 3]), View()).curve(np.array([1.0, 2, 3, math.nan, 5]))
     assert (back.x.tolist(), back.y.tolist()) == ([1, 2, 3, 3], [1, 2, 3, 5])
 
 

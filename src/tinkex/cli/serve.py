@@ -22,6 +22,7 @@ from tinkex.trackers import EXPERIMENT_TRACKERS
 
 if TYPE_CHECKING:
     from tinkex.engine.protocol import Placement
+    from tinkex.service.config import Durability
 
 _LEVELS = ("debug", "info", "warning", "error")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -33,6 +34,14 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
         hint = _DEVICE_HINTS.get(value, "")
         raise click.BadParameter(f"{value!r} is not a device{hint}. Give auto, cpu, cuda or cuda:N.")
     return value
+
+
+def _as_url(ctx: click.Context, param: click.Parameter, text: str) -> str:
+    return normalize_url(text) if text else ""
+
+
+def _as_size(ctx: click.Context, param: click.Parameter, text: str) -> int | None:
+    return read_size(text) if text else None
 
 
 # Every option is also read from the environment: --max-context from TINKEX_MAX_CONTEXT.
@@ -68,7 +77,7 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     help="With --ledger: seconds of silence after which other servers take over this one's sessions.",
 )  # fmt: skip
 @click.option(
-    "--peer-url", default="", show_default=False, metavar="URL",
+    "--peer-url", default="", show_default=False, metavar="URL", callback=_as_url,
     help="With --ledger: how the other servers reach this one.  [default: http://HOST:PORT]",
 )  # fmt: skip
 @click.option("--device", default="auto", callback=_check_device, help="auto, cpu, cuda or cuda:N.")
@@ -87,12 +96,12 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     "on CUDA for dense models in bfloat16. On a CPU, all requests use the same number of threads.",
 )  # fmt: skip
 @click.option(
-    "--public-url", default="", show_default=False, metavar="URL",
+    "--public-url", default="", show_default=False, metavar="URL", callback=_as_url,
     help="How clients reach the server behind a proxy; used in links.",
 )  # fmt: skip
 @click.option("--max-context", type=Whole(1), help="Longest sequence, if less than the model's own.")
 @click.option(
-    "--disk-quota", default="", show_default=False, metavar="SIZE",
+    "--disk-quota", default="", show_default=False, metavar="SIZE", callback=_as_size,
     help="Limit of the home directory's size, as 500MB or 2TiB.  [default: the disk]",
 )  # fmt: skip
 @click.option(
@@ -100,7 +109,7 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     help="What was acknowledged survives a power cut, or only a killed process (a little faster).",
 )  # fmt: skip
 @click.option(
-    "--disk-per-user", default="", show_default=False, metavar="SIZE",
+    "--disk-per-user", default="", show_default=False, metavar="SIZE", callback=_as_size,
     help="Limit of what one user's runs and checkpoints take.  [default: half of the quota, or of the disk]",
 )  # fmt: skip
 @click.option(
@@ -115,18 +124,24 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     help="Open requests of one user, long polls included; one more is told to wait (429).",
 )  # fmt: skip
 @click.option(
-    "--body-memory", default="2GiB", metavar="SIZE",
+    "--body-memory", default="2GiB", metavar="SIZE", callback=_as_size,
     help="Request bodies that are being received or decoded; one more is told to wait (429).",
 )  # fmt: skip
 @click.option(
-    "--body-memory-per-user", default="512MiB", metavar="SIZE",
+    "--body-memory-per-user", default="512MiB", metavar="SIZE", callback=_as_size,
     help="The same for one user; a single larger body is refused (413).",
 )  # fmt: skip
 @click.option(
-    "--queue-memory", default="4GiB", metavar="SIZE",
+    "--queue-memory", default="4GiB", metavar="SIZE", callback=_as_size,
     help="Passes that wait to be executed; one more is told to wait (429).",
 )  # fmt: skip
-@click.option("--queue-memory-per-user", default="1GiB", metavar="SIZE", help="The same for one user.")
+@click.option(
+    "--queue-memory-per-user",
+    default="1GiB",
+    metavar="SIZE",
+    callback=_as_size,
+    help="The same for one user.",
+)
 @click.option(
     "--cors-origin", "cors_origins", multiple=True, metavar="URL",
     help="A web page's origin that may call the APIs from a browser; several times.  [default: none]",
@@ -135,7 +150,10 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
     "--keep-rollouts", default=0.0, type=Finite(0, 1), metavar="SHARE",
     help="The share of prompts whose samples the console shows, token by token: from 0 to 1.",
 )  # fmt: skip
-@click.option("--rollout-bytes", default="64MiB", metavar="SIZE", help="Of one run's; then the oldest go.")
+@click.option(
+    "--rollout-bytes", default="64MiB", metavar="SIZE", callback=_as_size,
+    help="Of one run's; then the oldest go.",
+)  # fmt: skip
 @click.option(
     "--mirror", "mirrors", multiple=True, type=click.Choice(EXPERIMENT_TRACKERS),
     help="Send the metrics of every run to this tracker too, which is set up by its own environment "
@@ -154,12 +172,12 @@ def _check_device(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.option("--engine", default="torch", type=click.Choice(["torch", "fake"]), hidden=True)
 def serve(
     models: tuple[str, ...], cluster: str, host: str, port: int, home: Path | None, store: str, ledger: str,
-    lease: float, peer_url: str, device: str, dtype: str,
-    quantize: str, deterministic: bool, public_url: str, max_context: int | None, disk_quota: str,
-    durability: str, disk_per_user: str, runs_per_user: int, max_connections: int, requests_per_user: int,
-    body_memory: str, body_memory_per_user: str, queue_memory: str, queue_memory_per_user: str,
-    cors_origins: tuple[str, ...], keep_rollouts: float, rollout_bytes: str, mirrors: tuple[str, ...],
-    preload: bool, warm_up: bool, drain: float, log_level: str, engine: str,
+    lease: float, peer_url: str, device: str, dtype: str, quantize: str, deterministic: bool,
+    public_url: str, max_context: int | None, disk_quota: int | None,
+    durability: Durability, disk_per_user: int | None, runs_per_user: int, max_connections: int,
+    requests_per_user: int, body_memory: int, body_memory_per_user: int, queue_memory: int,
+    queue_memory_per_user: int, cors_origins: tuple[str, ...], keep_rollouts: float, rollout_bytes: int,
+    mirrors: tuple[str, ...], preload: bool, warm_up: bool, drain: float, log_level: str, engine: str,
 ) -> None:  # fmt: skip
     """Serve base models to any Tinker client.
 
@@ -180,47 +198,46 @@ def serve(
         from tinkex.server.serve import serve as run
         from tinkex.service.config import ServiceConfig
     settings = Settings.read()
-    logging.basicConfig(
-        stream=sys.stderr, level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("tinkex").setLevel(log_level.upper())
+    _log_to_stderr(log_level)
     place = (home or settings.home).expanduser().resolve()
-    quota = read_size(disk_quota) if disk_quota else None
     options = dict(split_options(spec) for spec in models or (DEFAULT,))
     tensor, placements = read_placements(options, cluster)
     if cluster:
         _join_cluster(cluster)
     given = (engine, device, dtype, max_context, quantize)
-    kind = EngineConfig("", *given, deterministic=deterministic, warm_up=warm_up)  # type: ignore[arg-type]
     service = ServiceConfig(
         home=place,
         store=read_location(store) if store else None,
         ledger=ledger or None,
         lease=lease,
         models=read_models(tuple(options), any_place=engine == "fake"),
-        placements=placements,
-        engine=kind,
+        engine=EngineConfig("", *given, deterministic=deterministic, warm_up=warm_up),  # type: ignore[arg-type]
         tensor=tensor,
-        durability=durability,  # type: ignore[arg-type]
+        placements=placements,
+        durability=durability,
         preload=preload,
         offline=settings.offline,
-        disk_quota=quota,
-        disk_per_user=read_size(disk_per_user) if disk_per_user else (quota or _disk(place)) // 2,
+        disk_quota=disk_quota,
+        disk_per_user=disk_per_user or (disk_quota or _disk(place)) // 2,
         runs_per_user=runs_per_user,
-        queue_memory=read_size(queue_memory),
-        queue_memory_per_user=read_size(queue_memory_per_user),
+        queue_memory=queue_memory,
+        queue_memory_per_user=queue_memory_per_user,
         keep_rollouts=keep_rollouts,
-        rollout_bytes=read_size(rollout_bytes),
+        rollout_bytes=rollout_bytes,
         mirrors=_installed(mirrors),
     )
-    url = normalize_url(public_url) if public_url else ""
     config = ServerConfig(
-        service, host, port, url, drain,
-        max_connections=max_connections, requests_per_user=requests_per_user,
-        body_memory=read_size(body_memory), body_memory_per_user=read_size(body_memory_per_user),
-        cors_origins=cors_origins, peer_url=normalize_url(peer_url) if peer_url else "",
+        service, host, port, public_url, drain,
+        max_connections=max_connections, requests_per_user=requests_per_user, body_memory=body_memory,
+        body_memory_per_user=body_memory_per_user, cors_origins=cors_origins, peer_url=peer_url,
     )  # fmt: skip
     run(config, click.echo)
+
+
+def _log_to_stderr(level: str) -> None:
+    shown = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(stream=sys.stderr, level="WARNING", format=shown)
+    logging.getLogger("tinkex").setLevel(level.upper())
 
 
 def read_placements(

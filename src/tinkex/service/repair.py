@@ -6,7 +6,6 @@ what is found only there belongs to the given owner. Keys are only ever taken fr
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,13 +17,12 @@ from tinkex.service.group_commit import LOG, replay
 from tinkex.service.home import Home, prepare
 from tinkex.service.ledger import FILES, Ledger, salvage
 from tinkex.service.ledger_file import LedgerError
-from tinkex.service.repair_store import from_store
+from tinkex.service.repair_store import from_store, saved_facts
 from tinkex.service.rows import CheckpointRow, RunRow, SessionRow
 from tinkex.service.runs.journal import restore
 from tinkex.service.runs.segments import JournalError
 from tinkex.service.runs.snapshots import SNAPSHOT
 from tinkex.store import DamagedError, directory_bytes, verify
-from tinkex.types.params import LoraConfig
 
 LOST = (
     "lost, unless listed above: API keys, and for what was found in directories its owner, project, names, "
@@ -121,7 +119,7 @@ def _run(directory: Path, run_id: str, owner: str) -> RunRow:
     places += [p for kind in ("weights", "sampler_weights") for p in sorted((directory / kind).glob("[!.]*"))]
     for place in places:
         if lora is None:
-            base_model, lora = _facts(place)
+            base_model, lora = saved_facts(str(place))
     if lora is None:
         raise ValueError("neither a journal nor weights say what it was made with")
     made = directory.stat().st_mtime
@@ -133,20 +131,9 @@ def _run(directory: Path, run_id: str, owner: str) -> RunRow:
 def _checkpoint(home: Home, run: RunRow, kind: Any, place: Path) -> CheckpointRow:
     verify(place)
     encrypted = any(place.glob("*.age"))
-    base_model, lora = (run.base_model, run.lora) if encrypted else _facts(place)
+    base_model, lora = (run.base_model, run.lora) if encrypted else saved_facts(str(place))
     row = CheckpointRow(
         run.run_id, kind, place.name, run.owner, base_model, lora, home.relative(place),
         directory_bytes(place), place.stat().st_mtime, (place / "optimizer.safetensors").exists(),
     )  # fmt: skip
     return replace(row, encrypted=encrypted)
-
-
-def _facts(place: Path) -> tuple[str, LoraConfig]:
-    """The base model's name and the adapter's shape, as a directory of weights has them."""
-    try:
-        config = json.loads((place / "adapter_config.json").read_text())
-        if (place / "tinkex.json").exists():
-            config["tinkex"] = json.loads((place / "tinkex.json").read_text())["lora"]
-        return str(config["base_model_name_or_path"]), LoraConfig(**config["tinkex"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{place} does not say what it is: {error}") from None

@@ -85,7 +85,7 @@ def from_store(ledger: Ledger, root: str, owner: str) -> Iterator[str]:
             encrypted = any(name.endswith(".age") for name in saved.sizes)
             if encrypted and row is None:
                 raise ValueError("it is encrypted, and nothing else tells of its run")
-            facts = (row.base_model, row.lora) if encrypted and row is not None else _facts(where)
+            facts = (row.base_model, row.lora) if encrypted and row is not None else saved_facts(where)
         except (OSError, ValueError) as error:
             yield f"{where} cannot be rebuilt, and stays where it is: {error}"
             continue
@@ -135,7 +135,7 @@ def _listed(where: str) -> set[str]:
     return {line.partition("  ")[2] for line in text.splitlines()}
 
 
-def _facts(where: str) -> tuple[str, LoraConfig]:
+def saved_facts(where: str) -> tuple[str, LoraConfig]:
     """The base model's name and the adapter's shape, as its files have them."""
     try:
         config = json.loads(store.read_file(store.join(where, "adapter_config.json")))
@@ -190,7 +190,7 @@ def _journaled(directory: Path, root: str) -> tuple[str, LoraConfig]:
             return entry.request.base_model, entry.request.lora_config
     if restored.snapshot is None or not (restored.snapshot / STORED).exists():
         raise ValueError("neither its journal nor a snapshot says what it was made with")
-    return _facts(store.join(root, (restored.snapshot / STORED).read_text()))
+    return saved_facts(store.join(root, (restored.snapshot / STORED).read_text()))
 
 
 def _add_run(

@@ -15,6 +15,8 @@ from typing import Any, cast
 import numpy as np
 import orjson
 
+from tinkex.files import append_whole
+
 DIRECTORY = "rollouts"  # of a run
 PARTS = 8  # files that a run's budget is split into
 SUFFIX = ".packed"
@@ -98,13 +100,4 @@ def write(directory: Path, budget: int, found: list[bytes]) -> None:
         added.pop(parts[0], None)
         parts.pop(0).unlink(missing_ok=True)
     for part, some in added.items():
-        _append(part, b"".join(some))
-
-
-def _append(path: Path, data: bytes) -> None:
-    """Add whole records or nothing."""
-    with open(path, "ab", buffering=0) as file:
-        size = file.tell()
-        if file.write(data) < len(data):
-            file.truncate(size)
-            raise OSError("no space is left for it")
+        append_whole(part, b"".join(some))

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinkex.files import append_whole
 from tinkex.service.access import Access
 from tinkex.service.activity import own_run
 from tinkex.service.home import Home
@@ -233,7 +234,7 @@ class RunMetrics:
             directory.mkdir(parents=True, exist_ok=True)
             path = directory / file
             with self._writing:
-                size = _append(path, f"{json.dumps(finite)}\n".encode())
+                size = append_whole(path, f"{json.dumps(finite)}\n".encode())
             if size > MAX_BYTES and path not in self._thinned:
                 thread = threading.Thread(target=self._thin_out, args=[path, size], daemon=True)
                 self._thinned[path] = thread
@@ -277,13 +278,3 @@ class RunMetrics:
         """The lines of the steps, with what the client logged for each; empty if there is none."""
         row = self._access.run(request.training_run_id, caller)
         return await asyncio.to_thread(merged, self._home.run_dir(row.run_id))
-
-
-def _append(path: Path, line: bytes) -> int:
-    """Add a whole line or nothing: half a line would spoil the next. Returns the size of the file."""
-    with open(path, "ab", buffering=0) as file:
-        size = file.tell()
-        if file.write(line) < len(line):
-            file.truncate(size)
-            raise OSError("no space is left for it")
-    return size + len(line)

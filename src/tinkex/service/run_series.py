@@ -227,7 +227,11 @@ def _called(name: str, ours: Columns) -> str:
 
 
 class Axis:
-    """An x axis in a picture: which of its points are shown, and where each pixel begins."""
+    """An x axis in a picture: which of its points are shown, and where each pixel begins.
+
+    >>> Axis(np.arange(6.0), View(pixels=2)).curve(np.array([1.0, 9, 2, 3, -4, 3])).y.tolist()
+    [1.0, 9.0, -4.0, 3.0]
+    """
 
     def __init__(self, x: np.ndarray, view: View) -> None:
         self._view, self._order, self._starts = view, None, None
@@ -253,15 +257,6 @@ class Axis:
             least, greatest = np.minimum.reduceat(y, self._starts), np.maximum.reduceat(y, self._starts)
             y = np.stack([least, greatest], 1).reshape(-1)
         return Curve(self._drawn, y.astype(np.float32))
-
-
-def downsample(x: np.ndarray, y: np.ndarray, view: View) -> Curve:
-    """The points of a curve that a picture shows.
-
-    >>> downsample(np.arange(6.0), np.array([1.0, 9, 2, 3, -4, 3]), View(pixels=2)).y.tolist()
-    [1.0, 9.0, -4.0, 3.0]
-    """
-    return Axis(x, view).curve(y)
 
 
 def last_step(directory: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,10 @@ from tinkex.engine.warm_up import WarmUp, sample_once, warm_up
 from tinkex.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from tinkex.engine.torch.backend import CompiledStep
     from tinkex.engine.torch.tensor_parallel.ranks import Ranks
+
+    StepOverCache = Callable[[KVCache], CompiledStep]
 
 log = logging.getLogger("tinkex")
 _CHUNK_FLOPS = 1.2e14  # of one prefill chunk on a GPU: about 0.2 s
@@ -75,36 +79,15 @@ class TorchEngine:
     def _build(self, config: EngineConfig, decoder: Decoder | None) -> None:
         device, dtype = choose_device(config)
         ranks = self._ranks
-        if ranks is not None:
-            decoder = ranks.load(config, device, dtype)
-        decoder = decoder or load_decoder(config.model, device, dtype, config.quantize)
-        if ranks is None:  # a rank has the backend that its part was loaded for
-            suited = {"kernels": decoder.kernels_serve, "deterministic": config.deterministic}
-            decoder = decoder.with_backend(choose_backend(device, dtype, **suited))
-        if config.deterministic and device.type == "cuda":
-            check_deterministic(decoder)
-        room = memory.free_bytes(device) * _PACKED_SHARE
-        compiled = decoder.backend.compiled_step(decoder, room) if ranks is None else None
-        if compiled is None:
-            decoder.pack(room)
+        decoder, compiled = self._load(config, decoder, device, dtype)
         context = min(config.max_context or decoder.config.max_context, decoder.config.max_context)
         free = memory.free_bytes(device)
         self._memory = plan_memory(config, decoder, context, free if ranks is None else ranks.free(free))
         self._memory["weights"] += decoder.multiplied_bytes if compiled else 0
         shape = decoder.config
-        pages = self._memory["kv"] // page_bytes(shape.kv_shapes, dtype)
-        slots = self._memory["states"] // slot_bytes(shape.state_shapes) if shape.state_shapes else 0
         limits = StepLimits(context, config.max_batch, **_large_steps(decoder))
-        lost = lambda: probe(device)  # noqa: E731
-        if ranks is None:
-            cache = KVCache(shape.kv_shapes, pages, device, dtype, clears=decoder.backend.clears_pages)
-            states = StatePool(shape.state_shapes, slots, device) if slots else None
-            pipeline, prefill = decoder.backend.captured_steps(decoder, cache, limits, states)
-            step = None if compiled is None else compiled(cache)
-            self._batch = ContinuousBatch(decoder, cache, limits, pipeline, step, prefill, lost, states)
-        else:
-            lost = ranks.check
-            self._batch = ranks.batch(decoder, pages, slots, limits)
+        lost = (lambda: probe(device)) if ranks is None else ranks.check
+        self._batch = self._make_batch(decoder, compiled, limits, lost, device, dtype)
         # Sums depend on the number of threads, so a deterministic engine keeps it fixed.
         threads = config.threads or (usable_cores() if config.deterministic else None)
         if ranks is not None:  # ranks on a CPU share its cores
@@ -137,6 +120,40 @@ class TorchEngine:
         thread.start(self._stats)
         if ranks is not None:
             ranks.lost.add_done_callback(self._lose)
+
+    def _load(
+        self, config: EngineConfig, decoder: Decoder | None, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Decoder, StepOverCache | None]:
+        """The decoder, its weights laid out for its steps, and what makes its step in C if it has one."""
+        if self._ranks is not None:  # a rank has the backend that its part was loaded for
+            decoder = self._ranks.load(config, device, dtype)
+        else:
+            decoder = decoder or load_decoder(config.model, device, dtype, config.quantize)
+            suited = {"kernels": decoder.kernels_serve, "deterministic": config.deterministic}
+            decoder = decoder.with_backend(choose_backend(device, dtype, **suited))
+        if config.deterministic and device.type == "cuda":
+            check_deterministic(decoder)
+        room = memory.free_bytes(device) * _PACKED_SHARE
+        compiled = decoder.backend.compiled_step(decoder, room) if self._ranks is None else None
+        if compiled is None:
+            decoder.pack(room)
+        return decoder, compiled
+
+    def _make_batch(
+        self, decoder: Decoder, compiled: StepOverCache | None, limits: StepLimits,
+        lost: Callable[[], None], device: torch.device, dtype: torch.dtype,
+    ) -> ContinuousBatch:  # fmt: skip
+        """Continuous batching over as many KV pages and states as the plan of the memory has room for."""
+        shape = decoder.config
+        pages = self._memory["kv"] // page_bytes(shape.kv_shapes, dtype)
+        slots = self._memory["states"] // slot_bytes(shape.state_shapes) if shape.state_shapes else 0
+        if self._ranks is not None:
+            return self._ranks.batch(decoder, pages, slots, limits)
+        cache = KVCache(shape.kv_shapes, pages, device, dtype, clears=decoder.backend.clears_pages)
+        states = StatePool(shape.state_shapes, slots, device) if slots else None
+        pipeline, prefill = decoder.backend.captured_steps(decoder, cache, limits, states)
+        step = None if compiled is None else compiled(cache)
+        return ContinuousBatch(decoder, cache, limits, pipeline, step, prefill, lost, states)
 
     def _warm_up(self, config: EngineConfig) -> None:
         work = WarmUp(batch=config.max_batch, pass_tokens=self._trainer.pass_tokens())

@@ -56,10 +56,7 @@ def export_peft(
     # an adapter's file names its base's architecture
     base = read_facts(adapter_dir).get("base", {}).get("fingerprint", "")
     if nested:
-        outer, inner = "base_model.model.model.", "base_model.model.model.language_model."
-        if base.startswith("llama4"):  # which has the head inside too
-            outer, inner = "base_model.model.", "base_model.model.language_model."
-        tensors = {name.replace(outer, inner, 1): tensors[name] for name in tensors}
+        tensors = _named_inside(tensors, base)
     stems = [name.split(".x_proj.lora_A")[0] for name in tensors if ".x_proj.lora_A." in name]
     # Jamba has an x_proj too, which is a matrix of its own
     mamba = [stem for stem in stems if f"{stem}.gate_proj.lora_A.weight" in tensors]
@@ -67,6 +64,32 @@ def export_peft(
         rows = _in_proj_rows(adapter_dir, base_dir)
         for stem in mamba:
             _join_rows(tensors, stem, ("gate_proj", "x_proj"), "in_proj", rows)
+    _stack_experts(tensors, config, base)
+    key_heads = _base(adapter_dir, base_dir).stored_key_heads if base.startswith("qwen3_next-") else 0
+    if fused := join_qkv(tensors, key_heads):
+        tensors, parts = fused, "qkvz" if key_heads else "qkv"
+        _retarget(config, tuple(f"in_proj_{part}" for part in parts), f"in_proj_{parts}")
+    if mamba:
+        _retarget(config, ("gate_proj", "x_proj"), "in_proj")
+    if nested:  # not the modules of the same names in its tower
+        heads = [r"(.*\.)?lm_head" for name in config["target_modules"] if name == "lm_head"]
+        inner = "|".join(name for name in config["target_modules"] if name != "lm_head")
+        config["target_modules"] = "|".join([rf"(.*\.)?language_model\..*\.({inner})", *heads])
+    with new_directory(out_dir, overwrite=overwrite) as temporary:
+        save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
+        write_json(temporary / CONFIG, config)
+
+
+def _named_inside(tensors: dict[str, Tensor], base: str) -> dict[str, Tensor]:
+    """The tensors by their names in the model that has the text model inside."""
+    outer, inner = "base_model.model.model.", "base_model.model.model.language_model."
+    if base.startswith("llama4"):  # which has the head inside too
+        outer, inner = "base_model.model.", "base_model.model.language_model."
+    return {name.replace(outer, inner, 1): tensor for name, tensor in tensors.items()}
+
+
+def _stack_experts(tensors: dict[str, Tensor], config: dict[str, Any], base: str) -> None:
+    """Replace experts' w1, w2 and w3 by adapters of gate_up_proj and down_proj, which `config` then names."""
     stems = sorted({name.split(_EXPERTS)[0] + _EXPERTS[:-1] for name in tensors if _EXPERTS in name})
     # gpt-oss has the rows of gate and up in turn
     in_turn, gated = base.startswith("gpt_oss-"), False
@@ -81,30 +104,18 @@ def export_peft(
                 a_ERI, b_EOR = b_EOR.transpose(1, 2), a_ERI.transpose(1, 2)
             tensors[f"{name}.lora_A.weight"] = a_ERI.flatten(0, 1).contiguous()
             tensors[f"{name}.lora_B.weight"] = b_EOR.permute(1, 2, 0).flatten(1).contiguous()
-    if stems:
-        parts = sorted({name.rsplit(".", 3)[-3] for name in tensors if ".lora_A." in name})
-        # PEFT takes modules of these names for experts of old files: dense ones are named as parameters
-        dense = [name for name in parts if name in ("gate_proj", "up_proj", "down_proj")]
-        config["target_modules"] = [name for name in parts if name not in (*dense, "experts", "base_layer")]
-        experts = _EXPERTS.strip(".")
-        config["target_parameters"] = [f"{experts}.down_proj", f"{experts}.{'gate_' if gated else ''}up_proj"]
-        config["target_parameters"] += [f"{name}.weight" for name in dense]
-        if gated:  # gate and up side by side: twice the rank at the same scale
-            config["rank_pattern"] = {f"{experts}.gate_up_proj": 2 * config["r"]}
-            config["alpha_pattern"] = {f"{experts}.gate_up_proj": 2 * config["lora_alpha"]}
-    key_heads = _base(adapter_dir, base_dir).stored_key_heads if base.startswith("qwen3_next-") else 0
-    if fused := join_qkv(tensors, key_heads):
-        tensors, parts = fused, "qkvz" if key_heads else "qkv"
-        _retarget(config, tuple(f"in_proj_{part}" for part in parts), f"in_proj_{parts}")
-    if mamba:
-        _retarget(config, ("gate_proj", "x_proj"), "in_proj")
-    if nested:  # not the modules of the same names in its tower
-        heads = [r"(.*\.)?lm_head" for name in config["target_modules"] if name == "lm_head"]
-        inner = "|".join(name for name in config["target_modules"] if name != "lm_head")
-        config["target_modules"] = "|".join([rf"(.*\.)?language_model\..*\.({inner})", *heads])
-    with new_directory(out_dir, overwrite=overwrite) as temporary:
-        save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
-        write_json(temporary / CONFIG, config)
+    if not stems:
+        return
+    parts = sorted({name.rsplit(".", 3)[-3] for name in tensors if ".lora_A." in name})
+    # PEFT takes modules of these names for experts of old files: dense ones are named as parameters
+    dense = [name for name in parts if name in ("gate_proj", "up_proj", "down_proj")]
+    config["target_modules"] = [name for name in parts if name not in (*dense, "experts", "base_layer")]
+    experts = _EXPERTS.strip(".")
+    config["target_parameters"] = [f"{experts}.down_proj", f"{experts}.{'gate_' if gated else ''}up_proj"]
+    config["target_parameters"] += [f"{name}.weight" for name in dense]
+    if gated:  # gate and up side by side: twice the rank at the same scale
+        config["rank_pattern"] = {f"{experts}.gate_up_proj": 2 * config["r"]}
+        config["alpha_pattern"] = {f"{experts}.gate_up_proj": 2 * config["lora_alpha"]}
 
 
 def _pair(tensors: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
