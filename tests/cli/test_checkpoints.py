@@ -135,11 +135,11 @@ class Hub:
         self.made = what
         return SimpleNamespace(repo_id=f"ann/{what['repo_id'].rpartition('/')[2]}")
 
-    def upload_folder(self, *, folder_path: str, ignore_patterns: list[str], **what: Any) -> None:
+    def create_commit(self, *, operations: list[Any], **what: Any) -> None:
         self.made |= what
-        self.files = {
-            f.name: f.read_bytes() for f in Path(folder_path).iterdir() if f.name not in ignore_patterns
-        }
+        for one in operations:
+            with one.as_file() as file:
+                self.files[one.path_in_repo] = file.read()
 
 
 def test_pushing_sends_an_adapter_and_a_card(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_pushing_sends_an_adapter_and_a_card(place: Place, monkeypatch: pytest.M
         monkeypatch.setenv(name, value)
     hub = Hub()
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(place.paths["weights"])
-    pushed = push(parsed, hub, repo="ann/adapter", create_pr=True)
+    pushed = push(parsed, hub, public=False, repo="ann/adapter", create_pr=True)
     assert pushed == {"repo_id": "ann/adapter", "revision": None, "url": "https://hub.example/ann/adapter"}
     assert (hub.made["private"], hub.made["create_pr"]) == (True, True)
     assert set(hub.files) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}

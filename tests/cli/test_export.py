@@ -22,7 +22,7 @@ from tests.engine.llama_cpp import complete, merging_tokenizer
 from tests.engine.oracle import randomise
 from tests.engine.tiny import reference_model, tiny_model
 from tinkex.cli import main
-from tinkex.cli.model_card import model_card
+from tinkex.cli.hub import model_card
 from tinkex.client.future import completed
 from tinkex.exports import export_checkpoint
 from tinkex.models import DEFAULT

@@ -113,7 +113,7 @@ class Trained:
     def check_near(self, other: Trained, near: float = NEAR) -> None:
         for ours, theirs in zip(self.logprobs, other.logprobs, strict=True):
             assert distance(ours, theirs) <= near
-        np.testing.assert_allclose(self.norms, other.norms, rtol=near)
+        np.testing.assert_allclose(self.norms, other.norms, rtol=2 * near)  # 1.10e-5 on one kind of CPU
         for (tokens, logprobs), (others, their) in zip(self.samples, other.samples, strict=True):
             assert tokens == others
             assert distance(logprobs, their) <= near

@@ -265,9 +265,10 @@ def push_hf(checkpoint_path: str, **options: Any) -> None:
 
     Needs the huggingface_hub package, and `hf auth login` or HF_TOKEN.
     """
-    from tinkex.cli.transfer import hub, push
+    from tinkex.cli.hub import hub_api
+    from tinkex.cli.transfer import push
 
     parsed = _parse(checkpoint_path)
-    place = push(parsed, hub(), **options)
+    place = push(parsed, hub_api(), **options)
     facts = {"Repository": place["repo_id"], "URL": place["url"]}
     show({"checkpoint_path": checkpoint_path, **place}, f"Pushed {parsed.checkpoint_id}", facts)

@@ -46,9 +46,10 @@ def export(
 
     Type an interrupted command again to continue it. One tensor is in memory at a time.
     """
-    from tinkex.cli.model_card import model_card, repository, upload
-    from tinkex.cli.transfer import fetch_checkpoint, hub
+    from tinkex.cli.hub import hub_api, model_card, repository, upload
+    from tinkex.cli.transfer import fetch_checkpoint
     from tinkex.exports import ExportOptions, export_adapter
+    from tinkex.models import hub_name
     from tinkex.recipes.run_directory import trained
     from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
@@ -58,7 +59,7 @@ def export(
     if out.exists() and not force:
         raise click.ClickException(f"{out} exists; --force overwrites it")
     repo = repository(push) if push else ""
-    api = hub() if push else None  # before the work: without access to the hub it would be in vain
+    api = hub_api() if push else None  # before the work: without access to the hub it would be in vain
     with tempfile.TemporaryDirectory(prefix="tinkex-") as scratch:
         adapter = Path(scratch) / "adapter"
         with rest() as client:
@@ -70,7 +71,9 @@ def export(
     if api is not None:
         with rest() as client:
             card = model_card(client, saved, repo, kind, base or name, data_note)
-        url = upload(api, repo, out, card, public=public, what=saved.checkpoint_id)
+        known = hub_name(base or name) or base or name
+        repo = upload(api, repo, out, known, card, public=public, message=f"Add {saved.checkpoint_id}")
+        url = f"{api.endpoint}/{repo}"
     count = sum(file.stat().st_size for file in (out, *out.rglob("*")) if file.is_file())
     fields = {"checkpoint_path": checkpoint_path, "destination": str(out), "format": kind, "bytes": count}
     fields |= {"url": url} if url else {}

@@ -1,20 +1,17 @@
-"""Download a checkpoint to a directory, and upload it to the Hugging Face Hub.
+"""Move a checkpoint: download it to a directory, import one from elsewhere, push one to the Hugging Face Hub.
 
-A directory appears complete or not at all. A temporary export on the server is deleted afterwards. Only what
-PEFT reads and a model card are uploaded.
+A directory appears complete or not at all. A temporary export on the server is deleted afterwards.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import click
-
 from tinkex import errors
+from tinkex.cli.hub import model_card, upload
 from tinkex.cli.output import bar, note
 from tinkex.cli.target import rest
 from tinkex.client.download import download_archive, download_files, new_directory
@@ -22,30 +19,9 @@ from tinkex.client.rest import RestClient
 from tinkex.config import LOCAL
 from tinkex.files import ByteProgress
 from tinkex.models import hub_name
-from tinkex.store import CHECKSUMS
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
 _EXPORT_LIFE = 3600  # seconds after which the server deletes an export that was not deleted here
-_NOT_FOR_THE_HUB = ["optimizer.safetensors", "tinkex.json", CHECKSUMS]
-_MODEL_CARD = """---
-library_name: peft
-base_model: {base}
-tags: [lora, tinkex]
----
-
-# {name}
-
-A LoRA adapter of rank {rank} for `{base}`, trained with Tinkex.
-
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{repo}")
-```
-
-Saved as `{saved.checkpoint_id}` of run `{saved.training_run_id}`.
-"""
 
 
 def fetch_checkpoint(
@@ -121,59 +97,31 @@ def import_source(
             return path, client.get_weights_info_by_tinker_path(path).result().base_model
 
 
-def hub() -> Any:
-    """huggingface_hub's API client, logged in."""
-    try:
-        from huggingface_hub import HfApi  # type: ignore[import-not-found]
-    except ImportError:
-        raise click.ClickException("the hub's library is missing: pip install huggingface_hub") from None
-    api = HfApi()
-    try:
-        api.whoami()  # pyright: ignore[reportUnknownMemberType]  # a decorator of the hub's is untyped
-    except Exception as error:  # its errors have no common base class
-        reason = str(error).partition(".")[0].strip()
-        raise click.ClickException(
-            f"no access to the hub ({reason}); `hf auth login`, or set HF_TOKEN"
-        ) from None
-    return api
-
-
 def push(
-    saved: ParsedCheckpointTinkerPath, api: Any, *, repo: str | None = None, public: bool = False,
-    no_model_card: bool = False, revision: str | None = None, commit_message: str | None = None,
-    create_pr: bool = False, allow: Sequence[str] = (), ignore: Sequence[str] = (),
+    saved: ParsedCheckpointTinkerPath, api: Any, *, repo: str | None = None, no_model_card: bool = False,
+    commit_message: str | None = None, revision: str | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Download a checkpoint, and upload what PEFT needs of it."""
     with tempfile.TemporaryDirectory(prefix="tinkex-") as scratch, rest() as client:
         directory = Path(scratch) / "adapter"
         fetch_checkpoint(client, saved, directory, overwrite=False)
-        config = _adapter_config(directory, saved)
-        name = client.get_weights_info_by_tinker_path(saved.tinker_path).result().base_model
-        if not Path(name).is_absolute():  # the files may name a path on the server
-            config["base_model_name_or_path"] = hub_name(name) or name
-        (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        repo, card = repo or _repository_name(saved), directory / "README.md"
-        if not no_model_card and not card.exists():
-            base, name = config.get("base_model_name_or_path") or "the base model", repo.rpartition("/")[2]
-            about = _MODEL_CARD.format(base=base, name=name, rank=config.get("r"), repo=repo, saved=saved)
-            card.write_text(about, encoding="utf-8")
-        made = api.create_repo(repo_id=repo, private=not public, exist_ok=True)
-        repo = getattr(made, "repo_id", repo)  # with its owner
-        api.upload_folder(
-            repo_id=repo, folder_path=str(directory), revision=revision, create_pr=create_pr,
-            commit_message=commit_message or f"Add {saved.checkpoint_id}",
-            allow_patterns=list(allow) or None, ignore_patterns=[*_NOT_FOR_THE_HUB, *ignore],
-        )  # fmt: skip
+        if any(directory.glob("*.age")):
+            raise errors.InvalidInputError(
+                f"{saved.tinker_path} is encrypted: only its recipients can use it"
+            )
+        try:
+            config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise errors.TinkerError(f"{saved.tinker_path} is no PEFT adapter: {error}") from None
+        base = client.get_weights_info_by_tinker_path(saved.tinker_path).result().base_model
+        if Path(base).is_absolute():  # a path on the server; the files may know a name
+            base = config.get("base_model_name_or_path") or base
+        base, repo = hub_name(base) or base, repo or _repository_name(saved)
+        keep = no_model_card or (directory / "README.md").exists()
+        card = None if keep else model_card(client, saved, repo, "peft", base, None)
+        message = commit_message or f"Add {saved.checkpoint_id}"
+        repo = upload(api, repo, directory, base, card, message=message, revision=revision, **options)
     return {"repo_id": repo, "revision": revision, "url": f"{api.endpoint}/{repo}"}
-
-
-def _adapter_config(directory: Path, saved: ParsedCheckpointTinkerPath) -> dict[str, Any]:
-    if any(directory.glob("*.age")):
-        raise errors.InvalidInputError(f"{saved.tinker_path} is encrypted: only its recipients can use it")
-    try:
-        return json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise errors.TinkerError(f"{saved.tinker_path} is no PEFT adapter: {error}") from None
 
 
 def _repository_name(saved: ParsedCheckpointTinkerPath) -> str:

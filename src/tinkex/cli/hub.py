@@ -1,12 +1,13 @@
-"""The model card of an export, and its upload to the Hugging Face Hub.
+"""Uploads to the Hugging Face Hub, with a model card.
 
 The card says what is known: base model and its licence, settings of the adapter, how the loss went, a note on
-the data if one was given. What is not known is left out.
+the data if one was given. What is not known is left out. Only what other programs read is uploaded.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,36 @@ import click
 from tinkex import errors
 from tinkex.client.rest import RestClient
 from tinkex.models import CATALOGUE, hub_name
+from tinkex.store import CHECKSUMS
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
 _LIBRARY = {"peft": "peft", "merged": "transformers", "gguf": "gguf", "mlx": "mlx"}
 _CURVE_ROWS = 12
+_OURS = ("optimizer.safetensors", "tinkex.json", CHECKSUMS)
+_LOAD = """
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{repo}")
+```"""
+
+
+def hub_api() -> Any:
+    """huggingface_hub's API client, logged in."""
+    try:
+        from huggingface_hub import HfApi  # type: ignore[import-not-found]
+    except ImportError:
+        raise click.ClickException("the hub's library is missing: pip install huggingface_hub") from None
+    api = HfApi()
+    try:
+        api.whoami()  # pyright: ignore[reportUnknownMemberType]  # a decorator of the hub's is untyped
+    except Exception as error:  # its errors have no common base class
+        reason = str(error).partition(".")[0].strip()
+        raise click.ClickException(
+            f"no access to the hub ({reason}); `hf auth login`, or set HF_TOKEN"
+        ) from None
+    return api
 
 
 def repository(target: str) -> str:
@@ -45,6 +72,7 @@ def model_card(
     lines = [*head, "", f"# {repo.rpartition('/')[2]}", ""]
     lines += ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in settings.items() if value)]
     lines += ["", "## Data", "", note] if note else []
+    lines += _LOAD.format(base=name, repo=repo).splitlines() if kind == "peft" else []
     lines += _curve(client, saved)
     return "\n".join([*lines, "", "Trained and exported with Tinkex.", ""])
 
@@ -72,32 +100,28 @@ def _curve(client: RestClient, saved: ParsedCheckpointTinkerPath) -> list[str]:
     return ["", "## Training", "", "| step | loss | learning rate |", "|---|---|---|", *lines]
 
 
-def upload(api: Any, repo: str, out: Path, card: str, *, public: bool, what: str) -> str:
-    """Upload what was exported, with its card; the repository's URL."""
-    made = api.create_repo(repo_id=repo, private=not public, exist_ok=True)
-    repo = getattr(made, "repo_id", repo)
+def upload(
+    api: Any, repo: str, place: Path, base: str, card: str | None, *, public: bool, message: str,
+    allow: Sequence[str] = (), ignore: Sequence[str] = (), **commit: Any,
+) -> str:  # fmt: skip
+    """Upload a file or a directory, with a card; the repository's id.
+
+    An adapter's config names the base model as the hub does: the file may name a path of a machine.
+    """
     from huggingface_hub import CommitOperationAdd
+    from huggingface_hub.utils import filter_repo_objects
 
-    files = sorted(file for file in out.rglob("*") if file.is_file()) if out.is_dir() else [out]
-    names = [file.relative_to(out).as_posix() if out.is_dir() else file.name for file in files]
-    operations = [
-        CommitOperationAdd(name, str(file))
-        for name, file in zip(names, files, strict=True)
-        if name not in ("README.md", "tinkex.json", "optimizer.safetensors")
-    ]
-    operations.append(CommitOperationAdd("README.md", card.encode()))
-    _name_base(operations, card)
-    api.create_commit(repo_id=repo, operations=operations, commit_message=f"Add {what}")
-    return f"{api.endpoint}/{repo}"
-
-
-def _name_base(operations: list[Any], card: str) -> None:
-    """An adapter's config names its base as the card does: the file may name a path of this machine."""
-    base = next(
-        (line.partition(": ")[2] for line in card.splitlines() if line.startswith("base_model: ")), ""
-    )
-    for operation in operations:
-        if operation.path_in_repo == "adapter_config.json" and base:
-            config = json.loads(Path(str(operation.path_or_fileobj)).read_text(encoding="utf-8"))
-            text = json.dumps(config | {"base_model_name_or_path": base}, indent=2) + "\n"
-            operations[operations.index(operation)] = type(operation)("adapter_config.json", text.encode())
+    made = api.create_repo(repo_id=repo, private=not public, exist_ok=True)
+    repo = getattr(made, "repo_id", repo)  # with its owner
+    found = sorted(file for file in place.rglob("*") if file.is_file()) if place.is_dir() else [place]
+    root = place if place.is_dir() else place.parent
+    files: dict[str, Any] = {file.relative_to(root).as_posix(): str(file) for file in found}
+    if (config := files.get("adapter_config.json")) and not Path(base).is_absolute():
+        fields = json.loads(Path(config).read_text(encoding="utf-8")) | {"base_model_name_or_path": base}
+        files["adapter_config.json"] = f"{json.dumps(fields, indent=2)}\n".encode()
+    if card is not None:
+        files["README.md"] = card.encode()
+    chosen = filter_repo_objects(files, allow_patterns=list(allow) or None, ignore_patterns=[*_OURS, *ignore])
+    operations = [CommitOperationAdd(name, files[name]) for name in chosen]
+    api.create_commit(repo_id=repo, operations=operations, commit_message=message, **commit)
+    return repo
