@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tinkex.cli.output import note
+from tinkex.cli.output import needing, note
 from tinkex.config import Settings
 
 
@@ -25,16 +25,12 @@ def console(port: int, home: Path | None) -> None:
     It only reads, and takes no lock: a script may be training in the same home. Open the link that it prints.
     `tinkex serve` has a console of its own, with a playground.
     """
-    try:
+    with needing("server", "the console"):
         import uvicorn
 
         from tinkex.server.console.console_routes import home_console
         from tinkex.server.console.visitors import HomeVisitors
         from tinkex.server.serve import listen
-    except ImportError as error:
-        raise click.ClickException(
-            f"the console needs more packages: pip install 'tinkex[server]' ({error})"
-        ) from None
     home = (home or Settings.read().home).expanduser().absolute()
     visitors = HomeVisitors(home)
     app = home_console(home, visitors)

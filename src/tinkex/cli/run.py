@@ -138,7 +138,7 @@ def _curve_facts(metrics: StepMetrics | None) -> dict[str, str]:
 @run.command("plot")
 @click.argument("run_id", required=False)
 @click.option("--png", type=_FILE, help="Write a picture (needs tinkex[plot]).")
-@click.option("--html", type=_FILE, help="Write a report for a browser.")
+@click.option("--html", type=_FILE, help="Write a report for a browser (needs tinkex[plot]).")
 @click.option(
     "-m", "--metric", "names", multiple=True,
     help="What to plot; may be given several times.  [default: loss, grad_norm, learning_rate]",
@@ -174,8 +174,8 @@ def plot(run_id: str | None, png: Path | None, html: Path | None, names: tuple[s
         charts.write_png(png, curves, title=f"{found.base_model}, rank {found.lora_rank}", x=steps)
         note(f"wrote {png}")
     if html is not None:
-        report = charts.html_table(_report_facts(found, metrics)) + charts.svg_chart(curves, x=steps)
-        html.write_text(charts.html_page(f"Run {run_id}", report), encoding="utf-8")
+        chart, facts = charts.svg_chart(curves, x=steps), _report_facts(found, metrics)
+        html.write_text(charts.html_page(f"Run {run_id}", facts, chart), encoding="utf-8")
         note(f"wrote {html}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Generic, TypeVar
 
 from tinkex.client.future import APIFuture, check_timeout
@@ -129,9 +130,9 @@ class StepMetrics(list[dict[str, float]]):
         return f"StepMetrics({count}, loss {number(losses[0])} {sparkline(losses)} {number(losses[-1])})"
 
     def _repr_html_(self) -> str | None:
-        """The curves, for a notebook."""
+        """The curves, for a notebook; None: __repr__ is enough, or matplotlib is not installed."""
         from tinkex.charts import svg_chart
 
-        if not self._taken():
-            return None  # __repr__ is enough
+        if not self._taken() or find_spec("matplotlib") is None:
+            return None
         return f'<div style="max-width: 800px">{svg_chart(self.curves(), x=self.steps())}</div>'
