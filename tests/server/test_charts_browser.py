@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
+import orjson
 import pytest
 from playwright.sync_api import expect
 
 from tests.server.browser import Tab
 from tests.server.conftest import MODEL, Running
 from tinkex import ServiceClient, TrainingClient
+from tinkex.service import run_series
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -180,4 +183,90 @@ def test_ten_runs_are_told_apart_and_each_has_its_value(tab: Tab, runs: list[Tra
     assert values.locator("b").all_inner_texts() == [str(n) for n in range(10)]
     last = page.locator("[aria-label='Final metrics'] tbody th").all_inner_texts()
     assert last.index("reward") < last.index("apples"), "what is wanted first"
+    tab.check()
+
+
+@pytest.fixture(scope="module")
+def many(server: Running) -> Iterator[list[str]]:
+    """Two hundred runs of a sweep, of different lengths; the loss of each falls to its number."""
+    service = ServiceClient(base_url=server.url, api_key=KEY)
+    first = service.create_lora_training_client(MODEL, rank=4, name="sweep 0", tags=["sweep"], timeout=60)
+    ledger, home = server.server.service.ledger, server.server.service.home
+    row = ledger.run(first.model_id)
+    assert row is not None
+    ids = [first.model_id] + [f"{row.session_id}:train:{n}" for n in range(1, 200)]
+    with ledger.transaction():
+        for n, run_id in enumerate(ids[1:], 1):
+            metadata = {"seed": n, "kind": "even" if n % 2 == 0 else "odd"}
+            named = replace(row, run_id=run_id, model_seq_id=n, name=f"sweep {n}", user_metadata=metadata)
+            ledger.add_run(replace(named, created_at=row.created_at + n))
+    for n, run_id in enumerate(ids):
+        home.run_dir(run_id).mkdir(parents=True, exist_ok=True)
+        lines = [
+            {"step": step, "time": row.created_at + n + 3.7 * step, "loss": n + 100 / step, "grad_norm": 1.0}
+            for step in range(1, 300 + 5 * n)
+        ]
+        written = b"".join(orjson.dumps(line) + b"\n" for line in lines)
+        (home.run_dir(run_id) / run_series.STEPS).write_bytes(written)
+    yield ids
+    service.close().result(20)
+
+
+def test_two_hundred_runs_are_overlaid_and_told_apart_by_the_pointer(
+    browser: Any, server: Running, many: list[str]
+) -> None:
+    tab = Tab(browser, server.url)
+    tab.log_in(KEY)
+    page = tab.go("/console/runs?tag=sweep&order=name&way=up")
+    asked = list[str]()
+    page.on("request", lambda request: asked.append(request.url))
+    page.click("text=Compare all")
+    chart = figure(page, "Loss")
+    expect(chart.locator("figcaption")).to_contain_text("200 runs")
+    expect(page.locator("#live")).to_have_text("")
+    expect(page.locator(".compared > span")).to_have_count(200)
+    curves = [parse_qs(urlsplit(url).query) for url in asked if "/compare/curves" in url]
+    assert sorted(run for one in curves for run in one["run"]) == sorted(many)
+    assert max(len(one["run"]) for one in curves) == 24
+    chart.scroll_into_view_if_needed()
+    told = set[str]()
+    for height in (0.5, 0.7, 0.9):
+        box = chart.locator(".u-over").bounding_box()
+        page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + height * box["height"], steps=4)
+        said = re.search(r"sweep (\d+): ([\d.]+) at", chart.locator("figcaption").inner_text())
+        assert said
+        assert float(said[2]) == pytest.approx(int(said[1]), abs=2), "its loss has fallen to its number"
+        told.add(said[1])
+    assert len(told) == 3
+    with page.expect_response(lambda r: "low=" in r.url and "first=192" in r.url):
+        page.get_by_role("button", name="Zoom in").click()
+    assert "low=" in page.url
+    link = page.url
+    page.goto("about:blank")
+    page.goto(link)
+    expect(chart.locator("figcaption")).to_contain_text(re.compile(r"1[5-9]\d runs"))  # others ended before
+    page.select_option("#x-axis", "time")
+    expect(page.locator("#live")).to_have_text("")
+    expect(chart.locator("figcaption")).to_contain_text("200 runs")
+    tab.check()
+
+
+def test_the_tables_of_two_hundred_runs_have_pages_and_say_so(
+    browser: Any, server: Running, many: list[str]
+) -> None:
+    tab = Tab(browser, server.url, "narrow")
+    tab.log_in(KEY)
+    page = tab.go("/console/compare?match=1&tag=sweep&order=created_at&way=up")
+    heads = page.locator("[aria-label='Final metrics'] thead th a")
+    expect(heads).to_have_count(24)
+    said = "The tables show runs 1 to 24. What differs was looked for in all 200."
+    expect(page.locator("#tables")).to_contain_text(said)
+    expect(figure(page, "Loss").locator("figcaption")).to_contain_text("200 runs")
+    differ = page.locator("[aria-label=Configuration] tbody th").all_inner_texts()
+    assert {"metadata.seed", "metadata.kind"} <= set(differ)
+    page.click("#tables >> text=Next")
+    expect(heads.first).to_have_text("sweep 24")
+    loss = page.locator("[aria-label='Final metrics'] tbody tr", has_text="Loss").locator("td").first
+    assert float(loss.inner_text()) == pytest.approx(24 + 100 / (299 + 5 * 24), abs=0.01)
+    expect(figure(page, "Loss").locator("canvas")).to_be_visible()  # the charts stay as they are
     tab.check()

@@ -7,10 +7,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlencode
 
 import numpy as np
 import orjson
@@ -102,10 +103,15 @@ def fill(home: Path) -> None:
                 for n in range(20_000)
             )
     directory = home / "runs" / SESSION / "train-0"
-    for n in range(24):
+    for n in range(500):
         place = directory.with_name(f"train-{n}")
         place.mkdir(parents=True)
-        (place / STEPS).write_bytes(metrics(8_000, n) if n else metrics(STEP_COUNT, 0))
+        if n < 24:
+            (place / STEPS).write_bytes(metrics(8_000, n) if n else metrics(STEP_COUNT, 0))
+        elif n < 200:
+            (place / STEPS).hardlink_to(directory.with_name(f"train-{n % 23 + 1}") / STEPS)
+        else:
+            (place / STEPS).write_bytes(metrics(100, n))
     records = list[bytes]()
     for n in range(4000):
         tokens, logprobs = draw.integers(0, 250, 200).astype("i4"), draw.normal(size=200).astype("f4")
@@ -149,6 +155,10 @@ def content(answer: Answer) -> bytes:
     return gzip.decompress(answer.body) if answer.headers.get("content-encoding") == "gzip" else answer.body
 
 
+def named(numbers: Iterable[int]) -> str:
+    return urlencode([("run", f"{SESSION}:train:{n}") for n in numbers])
+
+
 def addresses(server: Running, group: str) -> list[str]:
     """Every page, with what makes it large."""
     found = list[str]()
@@ -161,7 +171,7 @@ def addresses(server: Running, group: str) -> list[str]:
             and not re.search(r"static|download|sessions|/training", path)
         ):
             found.append(path)
-    one, runs = f"/console/runs/{RUN}", "&".join(f"run={SESSION}:train:{n}" for n in range(24))
+    one, runs = f"/console/runs/{RUN}", named(range(24))
     more = [
         f"{one}/curves?x=time", f"{one}/curves?low=5000&high=9000", f"{one}/rollouts/{group}/tokens?id=7",
         f"{one}/rollouts?page=5&order=spread", f"{one}/rollouts?text=nowhere", "/console/runs?q=%C3%9Cbung",
@@ -169,7 +179,13 @@ def addresses(server: Running, group: str) -> list[str]:
         f"/console/checkpoints?run={RUN}&page=3",
         f"/console/compare?{runs}", f"/console/compare/curves?{runs}",
         f"/console/compare/curves?{runs}&x=time",
+        "/console/compare?match=1&order=steps&way=up", "/console/compare?match=1&q=run&part=3&page=9",
+        f"/console/compare?{named(range(200))}",
     ]  # fmt: skip
+    for first in (0, 24, 168):
+        some = named(range(first, first + 24))
+        more += [f"/console/compare/curves?{some}&first={first}&of={of}" for of in (200, 500)]
+        more += [f"/console/compare/curves?{some}&first={first}&of=500&x=time"]
     left = [
         path
         for path in found

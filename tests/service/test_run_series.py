@@ -97,7 +97,7 @@ def test_a_picture_keeps_the_least_and_the_greatest_of_every_pixel(seed: int) ->
         high = x[0] + (x[-1] - x[0]) * (pixel + 1) / pixels
         high = math.inf if pixel == pixels - 1 else high
         inside = [v for u, v in zip(x, y, strict=True) if low <= u < high]
-        shown = [float(v) for u, v in zip(curve.x, curve.y, strict=True) if low <= u < high]
+        shown = sorted(float(v) for u, v in zip(curve.x, curve.y, strict=True) if low <= u < high)
         assert shown == pytest.approx([min(inside), max(inside)], rel=1e-6)
 
 
@@ -134,7 +134,7 @@ def test_a_file_takes_as_much_memory_as_it_has_values_whatever_they_are_called(t
 def test_runs_that_were_not_looked_at_lately_leave_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.service.run_series.KEPT_BYTES", 50_000)
+    monkeypatch.setattr("tinkex.service.run_series.KEPT_BYTES", 30_000)
     series, marks = RunSeries(), list[Mark]()
     for run in range(9):
         write(tmp_path / str(run), STEPS, *({"step": n, "loss": 1.0} for n in range(1000)))
@@ -183,3 +183,25 @@ def test_thinning_out_keeps_spikes_and_is_as_dense_everywhere(tmp_path: Path) ->
     back = [*range(1, 400), *range(200, 400)]  # a run that was set back
     again = thinned(b"".join(b'{"step": %d, "loss": 1}\n' % n for n in back))
     assert [json.loads(again.splitlines()[k])["step"] for k in (0, -1)] == [1, 399]
+
+
+def test_a_curve_that_falls_is_drawn_falling() -> None:
+    y = Axis(np.arange(1000.0), View(pixels=10)).curve(np.exp(-np.arange(1000.0) / 300)).y
+    assert (np.diff(y) < 0).all()
+
+
+def test_columns_that_begin_late_or_have_gaps_keep_their_places(tmp_path: Path) -> None:
+    lines = [{"step": n, "time": n, "loss": n / 7} | ({"late": n} if n >= 5 else {}) for n in range(10)]
+    series = RunSeries()
+    write(tmp_path, STEPS, *lines)
+    write(tmp_path, STEPS, {"step": 10, "time": 10, "loss": 1.0}, {"step": 11, "time": 11, "late": 11})
+    curves, mark, _ = series.read(tmp_path)
+    assert curves["late"].x.tolist() == curves["late"].y.tolist() == [5, 6, 7, 8, 9, 11]
+    assert curves["loss"].x.tolist() == list(range(11))
+    write(tmp_path, STEPS, {"step": 12, "time": 12, "late": "?", "loss": 1 / 3})
+    write(tmp_path, STEPS, {"step": 13, "time": 13, "late": 13, "loss": 1 / 3})
+    curves, _, anew = series.read(tmp_path, mark)
+    assert ({name: one.x.tolist() for name, one in curves.items()}, anew) == (
+        {"late": [13], "loss": [12, 13]}, False,
+    )  # fmt: skip
+    assert series.last(tmp_path)["loss"] == 1 / 3

@@ -14,7 +14,7 @@ import threading
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -25,22 +25,44 @@ import numpy as np
 import orjson
 
 STEPS, LOGGED = "metrics.jsonl", "logged.jsonl"
-KEPT_RUNS, KEPT_BYTES = 256, 256 * 1024 * 1024  # whose columns stay in memory, and what they may take
+KEPT_RUNS, KEPT_BYTES = 1024, 256 * 1024 * 1024  # whose columns stay in memory, and what they may take
 MOST_NAMES = 500  # metrics of one file; later ones are left out
 MOST_SHOWN = 60  # metrics of one file that are drawn
 NAN = math.nan
 _AXES = ("step", "time")
 
 
-class Column(NamedTuple):
+@dataclass
+class Column:
     """The values of one metric, and the numbers of their lines."""
 
-    lines: array[int]
     values: array[float]
+    begin: int
+    lines: array[int] | None = None  # None: all lines from `begin` on
+    last: float = math.nan  # exactly; the others may be kept in single precision
+
+    def extend(self, lines: Sequence[int], values: Sequence[float]) -> int:
+        """Take up values; returns how many bytes that takes."""
+        before, end = self.bytes, self.begin + len(self.values)
+        if self.lines is None and (lines[0] != end or lines[-1] != end + len(lines) - 1):
+            self.lines = array("I", range(self.begin, end))
+        if self.lines is not None:
+            self.lines.extend(lines)
+        self.values.extend(values)
+        self.last = values[-1]
+        return self.bytes - before
+
+    @property
+    def bytes(self) -> int:
+        return len(self.values) * self.values.itemsize + 4 * len(self.lines or ())
 
     def since(self, line: int) -> tuple[np.ndarray, np.ndarray]:
-        first = bisect_left(self.lines, line)
-        return np.array(self.lines[first:]), np.array(self.values[first:])
+        if self.lines is not None:
+            first = bisect_left(self.lines, line)
+            return np.array(self.lines[first:]), np.array(self.values[first:])
+        first = max(0, line - self.begin)
+        found = np.array(self.values[first:])
+        return np.arange(self.begin + first, self.begin + first + len(found)), found
 
 
 class Columns:
@@ -65,10 +87,10 @@ class Columns:
                 lines, values = [first + i for i in numbers], [given[i] for i in numbers]
             kept = self.axes if name in _AXES else self.names
             if values and (name in kept or len(kept) < MOST_NAMES):
-                self.bytes += 12 * len(values) + 500 * (name not in kept)
-                column = kept.setdefault(name, Column(array("I"), array("d")))
-                column.lines.extend(lines)
-                column.values.extend(values)
+                if name not in kept:
+                    kept[name] = Column(array("d" if name in _AXES else "f"), lines[0])
+                    self.bytes += 500
+                self.bytes += kept[name].extend(lines, values)
 
     def points(self, axis: str, start: int, without: Collection[str]) -> dict[str, tuple[Any, Any]]:
         """What there is from a line on, of those metrics that are drawn: x and y of each."""
@@ -143,10 +165,8 @@ class View(NamedTuple):
     low: float = -math.inf
     high: float = math.inf
     pixels: int = 400  # of one curve
-    in_all: int = 10_000  # of all curves, down to FEWEST of each
-
-
-FEWEST = 50
+    in_all: int = 10_000  # of all curves, down to `fewest` of each
+    fewest: int = 50
 
 
 class Curve(NamedTuple):
@@ -183,13 +203,13 @@ class RunSeries:
         with lock:
             ours, theirs = steps.read(), logged.read()
             found = {
-                axis: columns.axes[axis].values[-1]
+                axis: columns.axes[axis].last
                 for axis, all_of in (("step", (theirs, ours)), ("time", (ours, theirs)))
                 for columns in all_of
                 if axis in columns.axes
             }
-            found |= {name: column.values[-1] for name, column in ours.names.items()}
-            return found | {_called(name, ours): column.values[-1] for name, column in theirs.names.items()}
+            found |= {name: column.last for name, column in ours.names.items()}
+            return found | {_called(name, ours): column.last for name, column in theirs.names.items()}
 
     def left_out(self, directory: Path) -> int:
         """How many metrics are not among the curves, as far as was read."""
@@ -217,7 +237,7 @@ class RunSeries:
             given = theirs.points(axis, 0 if anew else mark.logged[1], ())
             found = {_called(name, ours): points for name, points in given.items()}
             found |= ours.points(axis, 0 if anew else mark.steps[1], without)
-        view = view._replace(pixels=max(FEWEST, min(view.pixels, view.in_all // max(1, len(found)))))
+        view = view._replace(pixels=max(view.fewest, min(view.pixels, view.in_all // max(1, len(found)))))
         axes = {id(x): Axis(x, view) for x in {id(x): x for x, _ in found.values()}.values()}
         return {name: axes[id(x)].curve(y) for name, (x, y) in found.items()}, now, anew
 
@@ -245,17 +265,18 @@ class Axis:
             width = (x[-1] - x[0]) or 1.0
             pixel = np.minimum((x - x[0]) * (view.pixels / width), view.pixels - 1).astype(int)
             self._starts = np.flatnonzero(np.diff(pixel, prepend=-1))
-            ends = np.append(self._starts[1:], len(x)) - 1
-            self._drawn = np.stack([x[self._starts], x[ends]], 1).reshape(-1)
+            self._ends = np.append(self._starts[1:], len(x)) - 1
+            self._drawn = np.stack([x[self._starts], x[self._ends]], 1).reshape(-1)
 
     def curve(self, y: np.ndarray) -> Curve:
-        """All points, or of each pixel the least and the greatest value."""
+        """All points, or of each pixel the least and the greatest value, in the order of its ends."""
         y = y[self._there] if self._order is None else y[self._there][self._order]
         if not (finite := np.isfinite(y)).all():
             return Axis(self._x[finite], self._view).curve(y[finite])
         if self._starts is not None:
             least, greatest = np.minimum.reduceat(y, self._starts), np.maximum.reduceat(y, self._starts)
-            y = np.stack([least, greatest], 1).reshape(-1)
+            falls = y[self._starts] > y[self._ends]
+            y = np.stack([np.where(falls, greatest, least), np.where(falls, least, greatest)], 1).reshape(-1)
         return Curve(self._drawn, y.astype(np.float32))
 
 

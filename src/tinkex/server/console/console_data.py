@@ -15,7 +15,7 @@ from typing import Protocol
 from tinkex.server.console.visitors import Visitor
 from tinkex.service.home import Home
 from tinkex.service.ledger import Ledger
-from tinkex.service.refusal import not_found
+from tinkex.service.refusal import Refusal, not_found
 from tinkex.service.rows import CheckpointRow, RowPage, RunQuery, RunRow
 from tinkex.service.run_listing import RUNNING_SECONDS, run_status
 from tinkex.service.run_series import RunSeries
@@ -87,8 +87,20 @@ class ConsoleData:
 
     def run(self, run_id: str, visitor: Visitor) -> ShownRun:
         """A run that the visitor may see; Refusal if there is none."""
+        return self.some([run_id], visitor)[0]
+
+    def some(self, run_ids: Iterable[str], visitor: Visitor) -> list[ShownRun]:
+        """Those of these runs that the visitor may see; Refusal if that is none."""
         self._flush()
-        return self.shown([self.row(run_id, visitor)])[0]
+        missing, rows = list[Refusal](), list[RunRow]()
+        for run_id in run_ids:
+            try:
+                rows.append(self.row(run_id, visitor))
+            except Refusal as refusal:
+                missing.append(refusal)
+        if missing and not rows:
+            raise missing[0]
+        return self.shown(rows)
 
     def row(self, run_id: str, visitor: Visitor) -> RunRow:
         row = self.ledger.run(run_id)

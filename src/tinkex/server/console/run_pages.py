@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -17,15 +19,18 @@ from tinkex.server.console.visitors import Visitor
 from tinkex.server.stream_sample import server_sent
 from tinkex.service.peers import Elsewhere
 from tinkex.service.refusal import Refusal
-from tinkex.service.rows import RUN_ORDERS, RunQuery, RunRow
+from tinkex.service.rows import RUN_ORDERS, RowPage, RunQuery, RunRow
 from tinkex.service.run_series import Curve, Mark, View
 from tinkex.service.sessions import TraceEvent
 
 PAGE = 50  # runs of one page
-MOST_COMPARED = 24
+OVERLAID = 500  # runs of one page of a comparison
+TOGETHER = 24  # of them, those whose curves are sent at a time, and whose values are in a table
+MOST_ROWS = 100  # of a table
 STATES = ("running", "idle", "finished", "interrupted", "failed")
 TIMELINE = 60  # requests of a run's page
 TICK = 1.0  # seconds between two looks at what a page shows
+LEAST_PIXELS, GRID = 12, 1024  # of a curve among very many; places on its x axis
 _SPLIT = ("seconds", "waiting_seconds", "publishing_seconds", "sampling_seconds")
 # What a chart is called, and the metrics in it; others get a chart each.
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -79,12 +84,7 @@ class RunPages:
     # -- the list ----------------------------------------------------------------------------------------
 
     async def list(self, request: Request, visitor: Visitor) -> Response:
-        given = request.query_params
-        order = given.get("order", "created_at")
-        query = RunQuery(
-            given.get("q", "")[:200], given.get("state", ""), given.get("model", ""), given.get("tag", ""),
-            order if order in RUN_ORDERS else "created_at", given.get("way") != "up",
-        )  # fmt: skip
+        query = _query(request)
         number, offset = page_of(request, PAGE)
         page = self._data.runs(query, visitor, limit=PAGE, offset=offset)
         models = self._data.ledger.run_models(visitor.scope)
@@ -175,56 +175,94 @@ class RunPages:
 
     # -- runs overlaid -----------------------------------------------------------------------------------
 
-    async def _compared(self, request: Request, visitor: Visitor) -> tuple[list[ShownRun], int]:
-        """The runs, and of how many the curves are at other servers; Elsewhere, if one of those has all."""
-        asked = list(dict.fromkeys(request.query_params.getlist("run")))
-        if len(asked) > MOST_COMPARED:
-            raise Refusal(422, f"at most {MOST_COMPARED} runs can be compared at a time, got {len(asked)}")
-        runs, away = [self._data.run(run_id, visitor) for run_id in asked], list[Refusal]()
-        for run_id in asked:
+    async def _compared(self, request: Request, visitor: Visitor, most: int) -> tuple[RowPage[ShownRun], int]:
+        """Runs that are named, or that a search of the list finds; and of how many the files are elsewhere.
+
+        Elsewhere, if they are all at one other server.
+        """
+        named = list(dict.fromkeys(request.query_params.getlist("run")))
+        _, offset = page_of(request, most, "part")
+        if "match" in request.query_params:
+            found = self._data.runs(_query(request), visitor, limit=most, offset=offset)
+        else:
+            found = RowPage(self._data.some(named[offset : offset + most], visitor), len(named))
+        away, sessions = list[Refusal](), Counter(run.row.session_id for run in found.rows)
+        for session_id, count in sessions.items():
             try:
-                await self._site.check_here(run_id)
+                await self._site.check_here(session_id)
             except Refusal as refusal:
-                away.append(refusal)
+                away += [refusal] * count
         places = {one.url if isinstance(one, Elsewhere) else "" for one in away}
-        if away and len(away) == len(runs) and len(places) == 1:
+        if away and len(away) == len(found.rows) and len(places) == 1:
             raise away[0]
-        return runs, len(away)
+        return found, len(away)
 
     async def compare(self, request: Request, visitor: Visitor) -> Response:
-        runs, away = await self._compared(request, visitor)
-        last = [await self._site.off_loop(self._data.series.last, self._data.directory(r.row)) for r in runs]
+        (runs, total), away = await self._compared(request, visitor, OVERLAID)
+        (part, before), (number, first) = page_of(request, OVERLAID, "part"), page_of(request, TOGETHER)
+        shown = runs[first : first + TOGETHER]
+        last = [await self._site.off_loop(self._data.series.last, self._data.directory(r.row)) for r in shown]
         facts = [_configuration(run.row) for run in runs]
         keys = list(dict.fromkeys(key for one in facts for key in one))
         differ = [key for key in keys if len({one.get(key) for one in facts}) > 1]
         same = {key: facts[0][key] for key in keys if key not in differ} if facts else {}
+        asked = [pair for pair in request.query_params.multi_items() if pair[0] not in ("part", "page")]
+
+        def link(**changes: int) -> str:
+            return f"?{urlencode([*asked, *((name, str(value)) for name, value in changes.items())])}"
+
         return self._site.render(
-            "compare.html", visitor, runs=runs, away=away, last=last, names=_ordered(last),
-            labels=_whole_names(), facts=facts, differ=differ, same=same,
-            query=urlencode([("run", run.row.run_id) for run in runs]),
+            "compare.html", visitor, runs=runs, total=total, before=before, part=part,
+            missing=min(OVERLAID, total - before) - len(runs), away=away, parts=-(-total // OVERLAID),
+            shown=shown, first=first, page=number, pages=-(-len(runs) // TOGETHER), last=last,
+            names=_ordered(last), labels=_whole_names(),
+            facts=facts[first : first + TOGETHER], differ=differ, same=same, most=MOST_ROWS, link=link,
+            together=1 if away else TOGETHER,
         )  # fmt: skip
 
     async def compared_curves(self, request: Request, visitor: Visitor) -> Response:
-        runs, _ = await self._compared(request, visitor)
-        return as_json(await self._site.off_loop(self._overlaid, runs, _by_time(request), _view(request)))
+        """Curves of some runs of a comparison of `of` runs, which are its runs from number `first` on."""
+        (runs, _), _ = await self._compared(request, visitor, TOGETHER)
+        first, of = (_count(request, name) for name in ("first", "of"))
+        return as_json(await self._site.off_loop(self._overlaid, runs, request, first, max(of, len(runs))))
 
-    def _overlaid(self, runs: Sequence[ShownRun], by_time: bool, view: View) -> dict[str, Any]:
+    def _overlaid(self, runs: Sequence[ShownRun], request: Request, first: int, of: int) -> dict[str, Any]:
         curves, names, left_out = dict[str, Curve](), dict[str, None](), 0
-        for index, run in enumerate(runs):
+        by_time, view, many = _by_time(request), _view(request), of > TOGETHER
+        view = view._replace(in_all=view.in_all // max(1, of))
+        if many:
+            view = view._replace(fewest=max(LEAST_PIXELS, view.fewest * TOGETHER // of))
+        for index, run in enumerate(runs, first):
             directory, series = self._data.directory(run.row), self._data.series
             began = run.row.created_at if by_time else 0.0  # runs began at different times
-            part = View(view.low + began, view.high + began, in_all=view.in_all // len(runs))
+            part = view._replace(low=view.low + began, high=view.high + began)
             found, _, _ = series.read(directory, by_time=by_time, view=part, without=_LEFT_OUT)
             left_out = max(left_out, series.left_out(directory))
             names |= dict.fromkeys(found)
-            curves |= {f"{name}@{index}": Curve(x - began, y) for name, (x, y) in found.items()}
+            axes = {id(x): x - began for x, _ in found.values()}
+            if many:
+                axes = {key: snapped(x) for key, x in axes.items()}
+            curves |= {f"{name}@{index}": Curve(axes[id(x)], y) for name, (x, y) in found.items()}
+        titles = _whole_names()
         panels = [
-            {"title": _title(title, name, metrics),
-             "lines": [[f"{name}@{i}", run.title] for i, run in enumerate(runs) if f"{name}@{i}" in curves]}
-            for title, metrics in _panels(names)
+            {"title": titles.get(name, name),
+             "lines": [
+                 [f"{name}@{i}", run.title] for i, run in enumerate(runs, first) if f"{name}@{i}" in curves
+             ]}
+            for _, metrics in _panels(names)
             for name in metrics
         ]  # fmt: skip
         return _described(panels, curves, left_out, anew=True, digits=4)
+
+
+def _query(request: Request) -> RunQuery:
+    """What a list of runs, or a comparison, is asked for."""
+    given = request.query_params
+    order = given.get("order", "created_at")
+    return RunQuery(
+        given.get("q", "")[:200], given.get("state", ""), given.get("model", ""), given.get("tag", ""),
+        order if order in RUN_ORDERS else "created_at", given.get("way") != "up",
+    )  # fmt: skip
 
 
 def _link(query: RunQuery) -> Any:
@@ -238,6 +276,11 @@ def _link(query: RunQuery) -> Any:
         return f"?{urlencode({name: value for name, value in (now | changes).items() if value})}"
 
     return link
+
+
+def _count(request: Request, name: str) -> int:
+    given = request.query_params.get(name, "")
+    return int(given) if given.isdecimal() and len(given) < 6 else 0
 
 
 def _by_time(request: Request) -> bool:
@@ -280,6 +323,18 @@ def _described(
     steps = [np.round(np.diff(x, prepend=0.0), 2) for _, x in axes.values()]
     whole = [one.astype(int) if (one == one.astype(int)).all() else one for one in steps]
     return {"anew": anew, "panels": panels, "x": whole, "curves": shown, "left_out": left_out}
+
+
+def snapped(x: np.ndarray) -> np.ndarray:
+    """An x axis on a grid that it shares with others of about its length, finer than a chart's pixels.
+
+    >>> snapped(np.array([0.0, 1.26, 700.1])).tolist()
+    [0.0, 1.0, 700.0]
+    """
+    if not len(x) or x[-1] <= x[0]:
+        return x
+    width = 2.0 ** math.ceil(math.log2((x[-1] - x[0]) / GRID))
+    return np.round(x / width) * width
 
 
 def significant(values: np.ndarray, digits: int) -> np.ndarray:

@@ -1,19 +1,20 @@
 // Charts of a page: its curves, and the points that its stream adds.
-// Knows uPlot and no metric: the server says which lines share a chart, and what they are called.
-// The page's address says how they are drawn, so that it can be shared.
-import { follow } from "./live.js";
+// Knows no metric: the server says which lines share a chart. The address says how they are drawn, so that it can be shared.
+import { element, follow } from "./live.js";
 
 const host = document.getElementById("charts");
-const compared = !host.dataset.events;              // runs overlaid: the runs' names are above all charts
+const compared = !host.dataset.events;  // runs overlaid: their names are above all charts
 const tool = (id) => document.getElementById(id);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const COLOURS = 8, DASHES = [[], [7, 4], [2, 3]], HEIGHT = 196, LEGEND = 24;
+const MANY = COLOURS * DASHES.length;   // more lines look alike: the pointer tells which is which
+const runs = [...document.querySelectorAll(".compared a")].map((one) => one.pathname.split("/").pop());
 
-let panels = [];            // [{title, lines: [[key, label]]}]
-let curves = {};            // key -> {x: [], y: []}
-let plots = new Map();      // title -> {figure, value, plot}
-let zoom = null;            // [low, high], while a part is shown
-let extent = null;          // of x, while all is shown
+let panels = [];        // [{title, lines: [[key, label]]}]
+let curves = {};        // key -> {x: [], y: []}
+let plots = new Map();  // title -> {figure, value, plot}
+let zoom = null;        // [low, high], while a part is shown
+let extent = null;      // of x, while all is shown
 let asked = 0, drawing = 0;
 
 const shown = (v) => v == null ? "–" : Math.abs(v) >= 1e5 ? v.toExponential(2) : String(+v.toPrecision(4));
@@ -21,9 +22,8 @@ const WHOLE = Array.from({ length: 27 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math
 const byTime = () => tool("x-axis").value === "time";
 const wallClock = () => byTime() && !compared;     // else: steps, or seconds since a run began
 const logX = () => tool("log-x").checked && !wallClock();
-const element = (name, className = "", text = "") => Object.assign(document.createElement(name), { className, textContent: text });
 
-// The labels of an axis: as many digits as tell its ticks apart.
+// As many digits as tell an axis' ticks apart.
 function labels(u, ticks, axis, space, step) {
   const power = Math.floor(Math.log10(step) + 1e-9), half = Math.abs(step / 10 ** power - 2.5) < 0.01;
   const digits = Math.max(0, Math.min(9, (half ? 1 : 0) - power));
@@ -33,9 +33,9 @@ function labels(u, ticks, axis, space, step) {
 }
 
 const room = (u, values) => 20 + 7 * Math.max(4, ...(values ?? []).map((v) => v.length));
-// Of values that are all 0, which uPlot would draw up to 100.
+// If all are 0, uPlot would draw up to 100.
 const range = (u, low, high) => low == null ? [low, high] : low === 0 && high === 0 ? [-1, 1] : uPlot.rangeNum(low, high, 0.1, true);
-// What a logarithmic axis can show: no end of it is 0.
+// A logarithmic axis begins above 0.
 function logRange(u, low, high) {
   if (low == null) return [1, 10];
   const begin = low > 0 ? low : u.data[0][0];
@@ -70,17 +70,18 @@ function options(panel, held, width) {
   const grid = { stroke: colour("grid"), width: 1 }, axis = { stroke: colour("faint"), grid, ticks: grid, font: "12px system-ui" };
   const few = held.lines.some(({ x }) => x.length < 3);
   const line = ({ label, look }, faint) => ({
-    label, stroke: colour(`line-${look % COLOURS}`) + (faint ? "40" : ""), width: faint ? 1 : 1.6, spanGaps: true,
-    dash: DASHES[Math.floor(look / COLOURS) % DASHES.length], points: { show: few && !faint },
+    label, stroke: colour(`line-${look % COLOURS}`) + (faint ? "40" : ""), width: faint || held.many ? 1 : 1.6, spanGaps: true,
+    dash: held.many ? [] : DASHES[Math.floor(look / COLOURS) % DASHES.length], points: { show: few && !faint },
   });
   return {
     width, height: HEIGHT - (held.legend ? LEGEND : 0), legend: { show: false }, padding: [10, 8, 0, 0],
-    cursor: { sync: { key: "console" }, drag: { x: true, y: false } },
+    cursor: { sync: { key: "console" }, drag: { x: true, y: false }, ...(held.many && { focus: { prox: 30 }, points: { show: false } }) }, focus: { alpha: 0.2 },
     scales: { x: { time: wallClock(), ...(logX() ? { distr: 3, range: logRange } : {}) }, y: tool("log-y").checked ? { distr: 3 } : { range } },
     axes: [{ ...axis, size: wallClock() ? 42 : 28, ...(byTime() || logX() ? {} : { incrs: WHOLE }) }, { ...axis, size: room, values: labels }],
     series: [{}, ...held.lines.filter((one) => one.smoothed).map((one) => line(one, true)), ...held.lines.map((one) => line(one, false))],
     hooks: {
       setCursor: [(u) => caption(panel, held, pointed(u))],
+      setSeries: [(u, i) => { held.near = i && held.lines[(i - 1) % held.lines.length]; caption(panel, held, pointed(u)); }],
       setSelect: [(u) => { if (u.select.width > 2) zoomTo([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); }],
     },
   };
@@ -88,17 +89,18 @@ function options(panel, held, width) {
 
 const pointed = (u) => u.cursor.idx == null ? null : u.data[0][u.cursor.idx];
 
-// The values at a place of the x axis; else the last ones.
+// The values at a place of the x axis; else the last ones. Of many lines, the one at the pointer.
 function caption(panel, held, at) {
-  const values = held.lines.map(({ x, y, smoothed }) => {
+  const { lines, legend, many } = held, near = many && at != null && held.near;
+  const values = (near ? [near] : many ? [] : lines).map(({ x, y, smoothed }) => {
     let index = x.length - 1;
     if (at != null) while (index > 0 && x[index] > at) index--;
-    return shown(y[index]) + (smoothed ? `${held.legend ? " ~ " : ", smoothed "}${shown(smoothed[index])}` : "");
+    return shown(y[index]) + (smoothed ? `${legend ? " ~ " : ", smoothed "}${shown(smoothed[index])}` : "");
   });
   const place = at == null ? "" : wallClock() ? ` at ${new Date(at * 1000).toLocaleTimeString()}` : ` at ${shown(at)}${byTime() ? " s" : ""}`;
-  held.value.textContent = (held.legend ? "" : values[0]) + place;
-  if (held.legend) [...held.legend.children].forEach((one, i) => { one.lastChild.textContent = values[i]; });
-  if (at == null) held.plotted.setAttribute("aria-label", `${panel.title}: last ${values.map((value, i) => held.legend ? `${held.lines[i].label} ${value}` : value).join(", ")}`);
+  held.value.textContent = (near ? `${near.label}: ${values[0]}` : many ? `${lines.length} runs` : legend ? "" : values[0]) + place;
+  if (legend) [...legend.children].forEach((one, i) => { one.lastChild.textContent = values[i]; });
+  if (at == null) held.plotted.setAttribute("aria-label", `${panel.title}: ${many ? held.value.textContent : `last ${values.map((value, i) => legend ? `${lines[i].label} ${value}` : value).join(", ")}`}`);
 }
 
 function legend({ look, label }) {
@@ -113,7 +115,8 @@ function add(panel) {
   title.append(panel.title, " ", value);
   plotted.setAttribute("role", "img");
   figure.append(title, plotted);
-  const held = { figure, value, plotted, legend: compared || panel.lines.length > 1 ? element("p", "legend") : null };
+  const many = runs.length > MANY;
+  const held = { figure, value, plotted, many, legend: !many && (compared || panel.lines.length > 1) ? element("p", "legend") : null };
   if (held.legend) figure.append(held.legend);
   host.append(figure);
   plots.set(panel.title, held);
@@ -151,7 +154,7 @@ function draw() {
 
 const redraw = () => { drawing ||= requestAnimationFrame(draw); };
 
-function take(given) {
+function take(given, complete = true) {
   if (given.anew) { curves = {}; panels = []; }
   for (const panel of given.panels) {
     const known = panels.find((one) => one.title === panel.title);
@@ -169,14 +172,26 @@ function take(given) {
   }
   if (Object.values(curves).some((curve) => curve.x.length > 8000)) fetchCurves();
   tool("left-out").textContent = given.left_out ? `${given.left_out} more metrics are not shown.` : "";
-  redraw();
+  if (complete) redraw();
 }
 
+// Of runs overlaid, so many at a time; drawn about once a second until all are here.
 async function fetchCurves() {
-  const url = address(host.dataset.curves), mine = ++asked;
-  if (zoom) { url.searchParams.set("low", zoom[0]); url.searchParams.set("high", zoom[1]); }
-  const response = await fetch(url, { headers: { accept: "application/json" } });
-  if (response.ok && mine === asked) take(await response.json());
+  const mine = ++asked, together = +host.dataset.together || 1;
+  let anew = true, drawn = performance.now();
+  for (let first = 0; first < (runs.length || 1); first += together) {
+    const url = address(host.dataset.curves), add = (name, value) => url.searchParams.append(name, value);
+    if (zoom) add("low", zoom[0]), add("high", zoom[1]);
+    if (compared) add("first", first), add("of", runs.length);
+    for (const run of runs.slice(first, first + together)) add("run", run);
+    const response = await fetch(url, { headers: { accept: "application/json" } }), given = response.ok && await response.json();
+    if (mine !== asked) return;
+    if (given) take({ ...given, anew }, performance.now() - drawn > 1000);
+    if (given) anew = false;
+    if (drawing) drawn = performance.now();
+    if (compared) tool("live").textContent = first + together < runs.length ? `${first + together} of ${runs.length} runs` : "";
+  }
+  redraw();
 }
 
 // -- what the address says --

@@ -1,5 +1,5 @@
-// A part of a page that its stream of events replaces, and what says whether it is live.
-// The parts are rendered by our server, which escapes what users write.
+// Parts of a page that its stream of events replaces. Our server renders them, and escapes what users write.
+export const element = (name, className = "", textContent = "") => Object.assign(document.createElement(name), { className, textContent });
 const same = (one, other) => ["tagName", "href", "ariaLabel", "value"].every((name) => one[name] === other[name]);
 
 // Replaces a part, but not while somebody types in it. What is open, scrolled and focused stays so.
@@ -18,8 +18,8 @@ export function part({ id, html }) {
   if (index >= 0) (alike()[index] ?? alike()[0])?.focus({ preventScroll: true });
 }
 
-// Opens a stream of events while the page is seen. A browser opens one that was cut again, but none that was refused:
-// then we ask why, and open it again after a pause that grows.
+// Opens a stream of events while the page is seen. A browser opens one again that was cut, but none that was refused:
+// then we ask why, and try again after a growing pause.
 export function follow(address, listeners) {
   let source = null, pause = 1000, timer = 0;
   const said = document.getElementById("live");
@@ -34,7 +34,7 @@ export function follow(address, listeners) {
     mine.addEventListener("error", async () => {
       say("not connected; trying again");
       if (mine.readyState !== EventSource.CLOSED) return;
-      const status = await answers(address());
+      const status = await fetch(address()).then((one) => { one.body?.cancel(); return one.status; }, () => 0);
       if (mine !== source) return;
       if (status === 401) location.reload();          // which leads to the login, and back here
       else if (status === 404) say("deleted");
@@ -49,18 +49,6 @@ export function follow(address, listeners) {
   document.addEventListener("visibilitychange", open);
   open();
   return open;
-}
-
-// How an address answers; 0 if it does not.
-async function answers(address) {
-  const stop = new AbortController();
-  try {
-    return (await fetch(address, { signal: stop.signal })).status;
-  } catch {
-    return 0;
-  } finally {
-    stop.abort();
-  }
 }
 
 const whole = document.querySelector("[data-events]:not([data-curves])");

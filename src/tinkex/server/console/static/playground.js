@@ -1,4 +1,5 @@
 // The playground: one prompt to several models at once.
+import { element } from "./live.js";
 import { span } from "./tokens.js";
 
 const form = document.getElementById("ask"), answers = document.getElementById("answers"), ended = document.getElementById("told");
@@ -39,13 +40,8 @@ async function* events(response) {
 }
 
 async function sample(model, signal) {
-  const card = document.createElement("article"), title = document.createElement("h2"), place = document.createElement("pre"), said = document.createElement("p");
-  card.className = "card";
-  title.textContent = named(model);
+  const card = element("article", "card"), title = element("h2", "", named(model)), place = element("pre", "tokens"), said = element("p", "faint", "…");
   title.title = model;
-  place.className = "tokens";
-  said.className = "faint";
-  said.textContent = "…";
   card.append(title, place, said);
   answers.append(card);
   const began = performance.now();

@@ -1,5 +1,7 @@
 // Tokens as spans, coloured by a number each; the pointer or the arrow keys show what is known of one.
 // All text goes in as text.
+import { element } from "./live.js";
+
 const FOLDED = [
   ["<think>", "</think>", "thinking"], ["[THINK]", "[/THINK]", "thinking"], ["<|channel|>analysis", "<|end|>", "thinking"],
   ["<tool_call>", "</tool_call>", "tool call"], ["<|channel|>commentary to=", "<|call|>", "tool call"], ["<|python_tag|>", "<|eom_id|>", "tool call"],
@@ -12,8 +14,7 @@ export const signed = (value, scale) => value == null ? "" : `${value < 0 ? "n" 
 const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\ufeff]/g;   // a pointer finds no place on these
 const shown = (v) => v.toFixed(4);
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
-const tip = Object.assign(document.createElement("div"), { className: "tip" });
-const said = Object.assign(document.createElement("div"), { className: "unseen", role: "status" });   // for screen readers
+const tip = element("div", "tip"), said = Object.assign(element("div", "unseen"), { role: "status" });   // said: for screen readers
 let pointed = null;
 document.body.append(said);
 
@@ -55,9 +56,8 @@ document.addEventListener("keydown", (event) => {
 });
 
 export function span(token, kind) {
-  const one = document.createElement("span");
+  const one = element("span", "", token.text.replace(UNSEEN, "·") || "·");
   one.token = token;
-  one.textContent = token.text.replace(UNSEEN, "·") || "·";
   paint(one, kind);
   return one;
 }
@@ -74,9 +74,8 @@ export function fill(place, tokens, kind, before = "") {
   place.replaceChildren();
   let into = place, until = "", text = "";
   const fold = ([, end, name]) => {
-    const folded = document.createElement("details"), title = document.createElement("summary");
-    title.textContent = name;
-    folded.append(title);
+    const folded = element("details");
+    folded.append(element("summary", "", name));
     place.append(folded);
     [into, until] = [folded, end];
   };
