@@ -54,9 +54,9 @@ def tenant(server: Serve, admin: str) -> str:
 
 @pytest.fixture(scope="module")
 def runs(server: Serve, tenant: str) -> Iterator[list[TrainingClient]]:
-    """Four runs; the first trains until the end."""
+    """Seven runs; the first trains until the end."""
     service = ServiceClient(base_url=server.url, api_key=tenant)
-    made = [service.create_lora_training_client(MODEL, rank=4, name=f"run {n}") for n in range(4)]
+    made = [service.create_lora_training_client(MODEL, rank=4, name=f"run {n}") for n in range(7)]
     made[0].save_state("kept").result(60)
     stop = threading.Event()
 
@@ -112,22 +112,75 @@ def test_a_key_is_made_and_revoked_and_usage_is_told(tab: Tab, runs: list[Traini
     expect(row).to_contain_text("revoked")
 
 
-def test_a_run_is_cleaned_up_by_its_size(tab: Tab, runs: list[TrainingClient]) -> None:
-    victim = runs[{"wide": 1, "narrow": 2, "dark": 3}[tab.look]]
+def test_a_project_is_created_and_keys_are_assigned_to_it(
+    tab: Tab, server: Serve, admin: str, runs: list[TrainingClient]
+) -> None:
+    """Two users, each with a run made in the project, see each other's; a third does not."""
+    name, evil = f"poems {tab.look}", "<img src=x onerror=alert(1)>"
+    keys = {who: new_key(server, f"{who} {tab.look}") for who in ("carol", "dave", "erin")}
+    page = tab.go("/console/admin")
+    page.click("text=Create a project")
+    for who in ("carol", "dave"):
+        page.get_by_label(f"{who} {tab.look}", exact=True).check()
+    page.fill("#assigned", name)
+    page.click("button:text-is('Assign')")
+    row = page.locator("[aria-label=Projects] tr", has_text=name)
+    both = f"carol {tab.look}, dave {tab.look}"
+    expect(row).to_contain_text(both)
+    expect(page.locator("[aria-label='Audit log']")).to_contain_text(f"{both}: {name}")
+    finish(tab, "admin")
+    service = ServiceClient(base_url=server.url, api_key=keys["carol"])
+    made = service.create_lora_training_client(MODEL, rank=4, name="carol's poems")
+    for who, status in (("dave", 200), ("erin", 404)):
+        other = Tab(tab.page.context.browser, server.url)
+        other.log_in(keys[who])
+        answer = other.page.context.request.get(f"{server.url}/console/runs/{made.model_id}")
+        assert answer.status == status, who
+        other.page.context.close()
+    tab.go("/console/admin")
+    page.click("text=Create a project")
+    page.get_by_label(re.compile(f"erin {tab.look}")).check()
+    page.fill("#assigned", evil)
+    page.click("button:text-is('Assign')")
+    expect(page.locator("[aria-label=Projects]")).to_contain_text(evil)
+    page.click("text=Create a project")
+    page.get_by_label(re.compile(f"erin {tab.look}")).check()
+    page.click("button:text-is('Assign')")
+    expect(page.locator("[aria-label=Projects]")).not_to_contain_text(evil)
+    tab.check()
+    service.close().result(20)
+
+
+def test_runs_are_cleaned_up_by_their_size_after_one_question(tab: Tab, runs: list[TrainingClient]) -> None:
+    first = {"wide": 1, "narrow": 3, "dark": 5}[tab.look]
+    victims = [run.model_id for run in runs[first : first + 2]]
     page = tab.go("/console/admin/disk")
-    row = page.locator("tbody tr", has=page.locator(f"input[value='{victim.model_id}']"))
+    for run_id in victims:
+        page.check(f"input[value='{run_id}']")
     finish(tab, "disk")
-    page.once("dialog", lambda dialog: dialog.accept())
-    row.locator("button").click()
-    expect(row).to_have_count(0)
+    page.click("text=Delete the selected")
+    expect(page.locator("h1")).to_have_text("Delete 2 runs?")
+    expect(page.locator("tbody tr")).to_have_count(2)
+    finish(tab, "clean-up")
+    page.click("text=Keep them")
+    for run_id in victims:
+        page.check(f"input[value='{run_id}']")
+    page.click("text=Delete the selected")
+    page.click("text=Delete 2 runs >> nth=-1")
+    expect(page.locator("h1")).to_have_text("Disk by run")
+    for run_id in victims:
+        expect(page.locator(f"input[value='{run_id}']")).to_have_count(0)
     expect(page.locator(f"tbody input[value='{runs[0].model_id}']")).to_have_count(1)
     tab.check()
+    tab.go("/console/admin")
+    audit = page.locator("[aria-label='Audit log'] tr", has_text="runs.clean-up")
+    assert audit.count() >= 2
 
 
 def test_a_tenant_is_told_that_these_pages_are_not_theirs(browser: Any, server: Serve, tenant: str) -> None:
     tab = Tab(browser, server.url)
     tab.log_in(tenant)
     expect(tab.page.locator("header")).not_to_contain_text("Admin")
-    for path in ("/console/admin", "/console/admin/disk", "/console/admin/usage.csv"):
-        answer = tab.page.context.request.get(f"{server.url}{path}")
+    for path in ("", "/disk", "/disk/clean-up", "/usage.csv"):
+        answer = tab.page.context.request.get(f"{server.url}/console/admin{path}")
         assert answer.status == 403, path

@@ -101,7 +101,7 @@ def test_another_tenant_sees_nothing_at_any_address(keeping: Running, seen: Seen
             ((_, body), *_) = read_events(keeping, path, bob.cookie, 1)
             assert seen.session not in body
             continue
-        for address in (path, f"{path}?{query}"):
+        for address in (path, f"{path}?{query}", f"{path}?match=1"):
             answer = bob.get(address)
             assert answer.status in (200, 303, 403, 404, 422), address
             # what was asked for may be said again: that there is no such thing
@@ -449,6 +449,65 @@ def test_the_audit_log_has_pages(start: Callable[..., Running]) -> None:
     assert (first.count("keys.add"), second.count("keys.add")) == (100, 20)
     assert "audit=2" in first
     assert "audit=1" in second
+
+
+def admin_of(server: Running) -> Browser:
+    key = "tml-" + "a" * 40
+    server.server.service.ledger.add_key(
+        name="root", note="", hash=hash_key(key), owner="root", project_id=None, created_at=1.0, admin=True
+    )
+    return Browser(server, key)
+
+
+def test_only_an_administrator_assigns_keys_and_every_change_is_in_the_audit_log(
+    start: Callable[..., Running],
+) -> None:
+    server = start()
+    admin, ledger, form = admin_of(server), server.server.service.ledger, {"project": "poems", "key_id": "2"}
+    ledger.add_key(name="ann", note="", hash=hash_key("tml-a"), owner="ann", project_id=None, created_at=1.0)
+    ann, path = Browser(server, "tml-a"), "/console/admin/keys/assign"
+    assert ann.post(path, {**form, "form_token": ann.token}).status == 403
+    assert admin.post(path, form).status == 403, "without the page's token"
+    form["form_token"] = admin.token
+    assert (admin.post(path, form | {"key_id": "9"}).status, ledger.keys()[1].project_id) == (422, None)
+    assert admin.post(path, form | {"project": "a\nb"}).status == 422
+    assert admin.post(path, form | {"project": "x" * 101}).status == 422
+    assert admin.post(path, form).status == 303
+    assert [key.project_id for key in list(ledger.keys())] == [None, "poems"]
+    (event, *_) = ledger.latest_audit(limit=9, offset=0)
+    assert (event.owner, event.event, event.details) == ("root", "keys.assign", {"what": "ann: poems"})
+    assert admin.post(path, form | {"project": " "}).status == 303
+    assert ledger.keys()[1].project_id is None
+    ledger.revoke_key(2, time.time())
+    assert admin.post(path, form).status == 422
+
+
+def test_several_runs_are_cleaned_up_and_what_stays_is_told(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start()
+    first, second, third = (server.open_run() for _ in range(3))
+    admin, service, path = admin_of(server), server.server.service, "/console/admin/runs/delete"
+    question = Page(admin.get(f"/console/admin/disk/clean-up?run={first}&run={second}&run=none").body)
+    assert "Delete 2 runs?" in question.text
+    assert service.ledger.run(first) is not None
+    close = type(service.runs).close
+
+    async def busy(self: Any, row: Any) -> bool:
+        return row.run_id != second and await close(self, row)
+
+    monkeypatch.setattr(type(service.runs), "close", busy)
+    both = f"run={quote(first)}&run={quote(second)}&run=none&form_token={admin.token}"
+    sent = {"cookie": admin.cookie, "content-type": "application/x-www-form-urlencoded"}
+    answer = server.ask("POST", path, both.encode(), headers=sent, key=None)
+    assert answer.status == 422
+    assert b"1 of 2 runs were not deleted" in answer.body
+    left = [service.ledger.run(run_id) is not None for run_id in (first, second, third)]
+    assert left == [False, True, True]
+    monkeypatch.undo()
+    assert server.ask("POST", path, both.encode(), headers=sent, key=None).status == 303
+    assert service.ledger.run(second) is None
+    assert admin.post(path, {"run": second, "form_token": admin.token}).status == 404
 
 
 def test_disk_is_measured_off_the_page(

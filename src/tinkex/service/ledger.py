@@ -377,6 +377,10 @@ class Ledger(LedgerFile):
         """False if there is no such key, or it was revoked before."""
         return self._update(KeyRow, "key_id = ? AND revoked_at IS NULL", [key_id], {"revoked_at": at})
 
+    def assign_key(self, key_id: int, project_id: str | None) -> bool:
+        """Let a key's new sessions belong to a project, or to none. False if there is no such key."""
+        return self._update(KeyRow, "key_id = ? AND revoked_at IS NULL", [key_id], {"project_id": project_id})
+
 
 def salvage(damaged: Path, ledger: Ledger) -> Iterator[str]:
     """Copy what can still be read of a damaged file into a new ledger; yields what was done, line by line.

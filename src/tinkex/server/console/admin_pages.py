@@ -18,8 +18,9 @@ from tinkex.server.console.console_data import ConsoleData
 from tinkex.server.console.formats import short
 from tinkex.server.console.site import ConsoleSite, page_of
 from tinkex.server.console.visitors import Visitor
+from tinkex.service.peers import Elsewhere
 from tinkex.service.refusal import Caller, Refusal
-from tinkex.service.rows import Scope
+from tinkex.service.rows import KeyRow, Scope
 from tinkex.service.service import Service
 from tinkex.store import directory_bytes
 from tinkex.types.training import DeleteRunRequest
@@ -28,7 +29,7 @@ from tinkex.wire import ops
 DAYS = 30  # of usage
 MOST_RUNS = 2000  # whose space on the disk is measured
 MEASURED, PATIENCE = 60.0, 0.05  # seconds for which a measurement holds, and for which a page waits for more
-SHOWN = 100
+SHOWN, MOST_LETTERS = 100, 100
 CURVES = {  # of usage: what of it they sum up
     "Trained tokens": ("training",), "Sampled tokens": ("sampling_sample",),
     "Prompt tokens": ("sampling_prefill", "sampling_prefill_cached"), "Saves": ("checkpoint",),
@@ -46,6 +47,7 @@ class AdminPages:
         site.add("/console/admin", self.show)
         site.add("/console/admin/usage.csv", self.usage_csv)
         site.add("/console/admin/disk", self.disk)
+        site.add("/console/admin/disk/clean-up", self.confirm)
 
     async def show(self, request: Request, visitor: Visitor) -> Response:
         must_be_admin(visitor)
@@ -58,7 +60,7 @@ class AdminPages:
             "admin.html", visitor, keys=ledger.keys(), days=DAYS, storage=ledger.storage(EVERYBODY),
             curves=_by_day(ledger.usage_totals(time.time() - DAYS * 86400)),
             usage=[(datetime.fromtimestamp(day, UTC).date(), owner, kinds) for day, owner, kinds in usage],
-            projects=sorted({key.project_id for key in ledger.keys() if key.project_id}),  # noqa: SIM118
+            projects=_members(ledger.keys()),
             audit=audit[:SHOWN], audit_page=number, audit_more=len(audit) > SHOWN,
         )  # fmt: skip
 
@@ -99,9 +101,30 @@ class AdminPages:
             total=sum(sizes.values()), count=len(run_ids), measured=len(sizes),
         )  # fmt: skip
 
+    async def confirm(self, request: Request, visitor: Visitor) -> Response:
+        """What is about to be deleted, with the question whether it shall be."""
+        must_be_admin(visitor)
+        given = dict.fromkeys(request.query_params.getlist("run"))
+        rows = [row for run_id in given if (row := self._data.ledger.run(run_id)) is not None][:SHOWN]
+        await self._site.off_loop(self._measure, [row.run_id for row in rows])
+        runs = [
+            (self._sizes[one.row.run_id][1], len(self._data.checkpoints(one.row)), one)
+            for one in self._data.shown(rows)
+        ]
+        return self._site.render("clean_up.html", visitor, runs=runs, total=sum(size for size, _, _ in runs))
+
     def _measure(self, run_ids: list[str]) -> None:
         for run_id in run_ids:
             self._sizes[run_id] = time.monotonic(), _size(self._data.home.run_dir(run_id))
+
+
+def _members(keys: list[KeyRow]) -> dict[str, list[str]]:
+    """The projects, and the names of the keys of each."""
+    found: dict[str, list[str]] = {}
+    for key in sorted(keys, key=lambda key: key.project_id or ""):
+        if key.project_id and key.revoked_at is None:
+            found.setdefault(key.project_id, []).append(key.name)
+    return found
 
 
 def _by_day(totals: list[tuple[float, str, float]]) -> dict[str, list[float]]:
@@ -117,13 +140,14 @@ def _by_day(totals: list[tuple[float, str, float]]) -> dict[str, list[float]]:
 
 
 class AdminChanges:
-    """What an administrator does: make and revoke keys, delete runs."""
+    """What an administrator does: make and revoke keys, put them into projects, delete runs."""
 
     def __init__(self, site: ConsoleSite, service: Service) -> None:
         self._site, self._service = site, service
         site.add("/console/admin/keys", self.add_key, "POST")
         site.add("/console/admin/keys/revoke", self.revoke, "POST")
-        site.add("/console/admin/runs/delete", self.delete_run, "POST")
+        site.add("/console/admin/keys/assign", self.assign, "POST")
+        site.add("/console/admin/runs/delete", self.delete_runs, "POST")
 
     async def add_key(self, request: Request, visitor: Visitor) -> Response:
         must_be_admin(visitor)
@@ -149,15 +173,45 @@ class AdminChanges:
         self._audit(visitor, "keys.revoke", names[given])
         return self._site.redirect("/console/admin", request)
 
-    async def delete_run(self, request: Request, visitor: Visitor) -> Response:
+    async def assign(self, request: Request, visitor: Visitor) -> Response:
+        """Put keys into a project, which exists from then on; or into none."""
         must_be_admin(visitor)
-        form = await self._site.form(request)
-        row = self._service.ledger.run(form.get("run", ""))
-        if row is None:
-            raise Refusal(404, "there is no such run")
-        everything = DeleteRunRequest(training_run_id=row.run_id, checkpoints=True)
-        await self._service.call(ops.DELETE_RUN, everything, Caller(row.owner, row.project_id))
-        self._audit(visitor, "runs.clean-up", short(row.run_id))
+        form, given = await self._site.form(request), await self._site.chosen(request, "key_id")
+        project = form.get("project", "").strip() or None
+        if project is not None and not (project.isprintable() and len(project) <= MOST_LETTERS):
+            raise Refusal(422, f"the name of a project is a line of at most {MOST_LETTERS} characters")
+        ledger = self._service.ledger
+        names = {str(row.key_id): row.name for row in ledger.keys() if row.revoked_at is None}  # noqa: SIM118
+        if not given or not names.keys() >= {*given}:
+            raise Refusal(422, "choose keys that are in use: a project is what its keys belong to")
+        with ledger.transaction():
+            for key_id in given:
+                ledger.assign_key(int(key_id), project)
+        self._audit(visitor, "keys.assign", f"{', '.join(names[key] for key in given)}: {project or 'none'}")
+        return self._site.redirect("/console/admin", request)
+
+    async def delete_runs(self, request: Request, visitor: Visitor) -> Response:
+        """Delete runs one after the other. Those that cannot be deleted are told."""
+        must_be_admin(visitor)
+        problems, elsewhere, given = list[str](), list[Elsewhere](), await self._site.chosen(request, "run")
+        rows = [row for run_id in given if (row := self._service.ledger.run(run_id)) is not None]
+        if not rows:
+            raise Refusal(404, "none of the runs exists" if given else "no run was selected")
+        for row in rows:
+            everything = DeleteRunRequest(training_run_id=row.run_id, checkpoints=True)
+            try:
+                await self._site.check_here(row.run_id)
+                await self._service.call(ops.DELETE_RUN, everything, Caller(row.owner, row.project_id))
+                self._audit(visitor, "runs.clean-up", short(row.run_id))
+            except Elsewhere as there:
+                elsewhere.append(there)
+            except Refusal as refusal:
+                problems.append(refusal.message)
+        if problems:
+            stay = len(problems) + len(elsewhere)
+            raise Refusal(422, f"{stay} of {len(rows)} runs were not deleted: {'; '.join(problems):.500}")
+        if elsewhere:
+            raise elsewhere[0]
         return self._site.redirect("/console/admin/disk", request)
 
     def _audit(self, visitor: Visitor, event: str, what: str) -> None:

@@ -191,6 +191,11 @@ class ConsoleSite:
     async def form(self, request: Request) -> Form:
         return dict(parse_qsl((await self.body(request)).decode(errors="replace"), keep_blank_values=True))
 
+    async def chosen(self, request: Request, name: str) -> list[str]:
+        """The values of a form's field that may be given several times, each once."""
+        pairs = parse_qsl((await self.body(request)).decode(errors="replace"))
+        return list(dict.fromkeys(value for key, value in pairs if key == name))
+
     # -- responses ---------------------------------------------------------------------------------------
 
     def render(
