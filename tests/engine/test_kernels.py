@@ -399,7 +399,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor
 @pytest.mark.parametrize("window", [None, 7, 21, 75])
 @pytest.mark.parametrize(
     ("tokens", "splits", "least", "many"),
-    [(1, 1, 0, 0), (1, 1, 64, 0), (1, 1, 0, 99), (1, 4, 0, 99), (1, 4, 128, 99), (16, 1, 0, 99)],
+    [
+        (1, 1, 0, 0),
+        (1, 1, 64, 0),
+        (1, 1, 0, 99),
+        (1, 4, 0, 99),
+        (1, 4, 64, 99),
+        (1, 4, 128, 99),
+        (16, 1, 0, 99),
+    ],
 )
 def test_paged_attention(
     window: int | None, tokens: int, splits: int, least: int, many: int, monkeypatch: pytest.MonkeyPatch
@@ -409,7 +417,14 @@ def test_paged_attention(
 
 @pytest.mark.parametrize(
     ("window", "tokens", "splits", "least", "many"),
-    [(None, 1, 1, 0, 0), (21, 1, 1, 64, 0), (21, 1, 4, 0, 99), (21, 16, 1, 0, 99), (None, 16, 1, 0, 99)],
+    [
+        (None, 1, 1, 0, 0),
+        (21, 1, 1, 64, 0),
+        (21, 1, 4, 0, 99),
+        (None, 1, 4, 64, 99),
+        (21, 16, 1, 0, 99),
+        (None, 16, 1, 0, 99),
+    ],
 )
 def test_paged_attention_with_sinks(
     window: int | None, tokens: int, splits: int, least: int, many: int, monkeypatch: pytest.MonkeyPatch

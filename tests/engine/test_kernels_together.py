@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tests.engine.commands import do
 from tests.engine.tiny import tiny_model, tiny_tokenizer
+from tinkex.engine.cuda import grouped_lora
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
 from tinkex.engine.torch.backend import Backend
@@ -49,13 +51,13 @@ def datums(seed: int, lengths: list[int], vocab: int) -> list[Datum]:
 
 
 def logprobs_and_gradients(
-    path: Path, backend: Backend | None = None, quantize: str = "none"
+    path: Path, backend: Backend | None = None, quantize: str = "none", recompute: bool = False
 ) -> tuple[list[np.ndarray], dict[str, Tensor]]:
     decoder = load_decoder(path, quantize=quantize)
     if backend is not None:
         decoder.settle(backend.reads_codes)
     decoder = decoder.with_backend(backend) if backend else decoder
-    trainer = TorchTrainer(decoder, "tiny")
+    trainer = TorchTrainer(decoder, "tiny", recompute=recompute)
     for run, lora in RUNS.items():
         do(trainer, CreateAdapter(run, lora))
         flat = trainer.adapter(run).flat
@@ -97,6 +99,35 @@ def test_a_pass_is_the_plain_one(
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, atol=4e-5)
     assert set(got_grads) == set(want_grads) == set(RUNS)
+    for run, grad in want_grads.items():
+        assert (got_grads[run] - grad).norm() / grad.norm() < 2e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3"])
+def test_recomputing_leaves_out_the_last_product(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result is never written when a layer is computed again: what reads it would find NaN."""
+    path = tiny_model(tmp_path, family, intermediate_size=128)
+    want, want_grads = logprobs_and_gradients(path)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # there is no device to pin it for
+    products: list[bool] = []
+    plain = grouped_lora.product_with
+
+    def counted(x: Tensor, weight: Any, at: Any, read: bool = True) -> tuple[Tensor, Tensor]:
+        products.append(read)
+        return plain(x, weight, at, read)
+
+    monkeypatch.setattr(grouped_lora, "product_with", counted)
+    backend = CudaBackend(torch.device("cpu"), torch.float32)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is filled with NaN
+    try:
+        got, got_grads = logprobs_and_gradients(path, backend, recompute=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert products.count(False) == 2  # one a layer
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, atol=4e-5)
     for run, grad in want_grads.items():
         assert (got_grads[run] - grad).norm() / grad.norm() < 2e-5
 

@@ -9,7 +9,8 @@ Shapes: T tokens, O out-features, R rank, P parts of a site.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -47,8 +48,10 @@ _SOME = 8192  # rows whose fp32 result stays in L2
 MIN_SPLIT_KEYS = 2048  # of one split of attention, where decoding is to be bitwise identical to the trainer
 
 
-def product_with(x: Tensor, weight: Tensor, at: SiteAdapters) -> tuple[Tensor, Tensor]:
+def product_with(x: Tensor, weight: Tensor, at: SiteAdapters, read: bool = True) -> tuple[Tensor, Tensor]:
     """The frozen product plus the adapters' part, and u = x·Aᵀ; tiles cover every row.
+
+    Without `read` the first is left as it was allocated: only u is wanted.
 
     Every branch rounds as a sampler's captured steps do. A large weight's product is rounded to bf16, or
     split in two, before adapters are added; a small weight's sum is accumulated in fp32 and rounded once to
@@ -56,15 +59,18 @@ def product_with(x: Tensor, weight: Tensor, at: SiteAdapters) -> tuple[Tensor, T
     it multiplies: one pass over the logits less.
     """
     large, rows = fused.large(weight), x.shape[0]
-    if fused.split_in_two(weight):
-        u = kernel.shrink(x, at.a, splits=2)
-        return kernel.unite(u, split_product(2, x, weight), x.dtype, at.b), u
-    u = kernel.shrink(x, at.a, splits=1 if large else None)
-    if gluon_projection.suits(rows, weight, at.outs):
+    halves = fused.split_in_two(weight)
+    u = kernel.shrink(x, at.a, splits=2 if halves else 1 if large else None)
+    in_one_launch = not halves and gluon_projection.suits(rows, weight, at.outs)
+    if in_one_launch or (not large and rows <= _SOME):
         u = kernel.summed(u, x.dtype)
+    if not read:
+        return x.new_empty(rows, weight.shape[0]), u
+    if halves:
+        return kernel.unite(u, split_product(2, x, weight), x.dtype, at.b), u
+    if in_one_launch:
         return gluon_projection.project(x, weight, u[0], at.b), u
     if not large and rows <= _SOME:
-        u = kernel.summed(u, x.dtype)
         return kernel.unite(u, split_product(1, x, weight), x.dtype, at.b), u
     if large and weight.shape[0] < _HEAD:
         y = F.linear(x, weight)
@@ -99,6 +105,7 @@ class CudaLora(LoraBatch):
         self.readable = bool(self._adapters) and usable(self._adapters)
         self._table: AdapterTable | None = None
         self._grads: list[AdapterTable] = []  # at most one, made when needed, shared by all parts
+        self._unread: Site | None = None
         self._forget_rows()
 
     def _forget_rows(self) -> None:
@@ -189,18 +196,29 @@ class CudaLora(LoraBatch):
             return super().project(site, x, frozen)
         if not (self.train and torch.is_grad_enabled()):
             return self.product(at, x, frozen.weight, frozen.bias)[0]
-        return GroupedProjection.apply(x, self._anchor, frozen.weight, frozen.bias, self, at)  # type: ignore[return-value]
+        read = site != self._unread
+        return GroupedProjection.apply(x, self._anchor, frozen.weight, frozen.bias, self, at, read)  # type: ignore[return-value]
+
+    @contextmanager
+    def unread(self, site: Site) -> Iterator[None]:
+        self._unread = site
+        try:
+            yield
+        finally:
+            self._unread = None
 
     def product(
-        self, at: SiteAdapters, x: Tensor, weight: Any, bias: Tensor | None = None
+        self, at: SiteAdapters, x: Tensor, weight: Any, bias: Tensor | None = None, read: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """The frozen product plus the adapters' contribution, and u, which the backward needs."""
+        """The frozen product plus the adapters' contribution, if it is `read`, and u for the backward."""
         weight = packed_weights.as_tensor(weight, x.dtype)
         writes = at.width <= kernel.MAX_WRITTEN or (fused.large(weight) and weight.shape[0] < _HEAD)
         if not self._invariant and bias is None and self._whole and writes:
-            return product_with(x, weight, at)
-        y = product(x, weight, bias) if self._invariant else F.linear(x, weight, bias)
+            return product_with(x, weight, at, read)
         u = kernel.shrink(x, at.a)
+        if not read:
+            return x.new_empty(x.shape[0], weight.shape[0]), u
+        y = product(x, weight, bias) if self._invariant else F.linear(x, weight, bias)
         kernel.expand(u, y, at.b)
         return y, u
 
@@ -248,9 +266,10 @@ class GroupedProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, weight: Any, bias: Any, lora: CudaLora, at: SiteAdapters
-    ) -> Tensor:
-        y, u = lora.product(at, x, weight, bias)
+        ctx: Any, x: Tensor, anchor: Tensor, weight: Any, bias: Any, lora: CudaLora, at: SiteAdapters,
+        read: bool,
+    ) -> Tensor:  # fmt: skip
+        y, u = lora.product(at, x, weight, bias, read)
         ctx.save_for_backward(x, u)
         ctx.weight, ctx.lora, ctx.at = weight, lora, at
         return y
@@ -261,7 +280,7 @@ class GroupedProjection(torch.autograd.Function):
         grad_y = grads[0].contiguous()
         grad_u = ctx.lora.backward(ctx.at, grad_y, x, u)
         grad_x = ctx.lora.grad_x(ctx.at, grad_y, grad_u, ctx.weight) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, None
+        return grad_x, None, None, None, None, None, None
 
 
 def _scales(adapters: Sequence[Adapter]) -> np.ndarray:

@@ -22,6 +22,7 @@ from tinkex.engine.cuda.launch import PDL, launched, load, power_of_2, wait_for_
 from tinkex.engine.cuda.packed_attention import LOG2E, start_of_softmax, sum_mma_rows
 
 _MANY = 1024  # tiles times kv heads that fill the device with programs of one warp
+_FEW_TILES = (4, 4)  # warps and stages of fewer, whose time is what one program takes
 
 
 class Queries(NamedTuple):
@@ -71,19 +72,19 @@ def _either(condition, yes, no, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _page(
-    pool, new, page, key, first, position,
+    pool, new, page, key, first, end, position,
     MASK: tl.constexpr, TURNED: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """A page's keys or values [keys, C], or [C, keys] if TURNED, at the positions `key`.
 
-    MASK: zeros outside `first` to `position`; those of `position` are still at `new`, not in the page.
+    MASK: zeros outside `first` to `end`; those of `position` are still at `new`, not in the page.
     """
     c = tl.arange(0, BLOCK_C)
     rows = pool + page.to(tl.int64) * (PAGE * G * C) + tl.arange(0, PAGE) * (G * C)
     if MASK:
         rows = _either(key == position, new, rows, ALIGNED=C % 8 == 0)
-    have, have_c = (key >= first) & (key <= position), c < C
+    have, have_c = (key >= first) & (key <= end), c < C
     if TURNED:
         places, have, have_c = rows[None, :] + c[:, None], have[None, :], have_c[:, None]
     else:
@@ -98,25 +99,25 @@ def _page(
 
 @triton.jit
 def _see(
-    state, queries, pools, pages, start, first, position, scale,
+    state, queries, pools, pages, start, first, end, position, scale,
     MASK: tl.constexpr, PAGES: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys of PAGES pages, from position `start` on (online softmax).
 
-    MASK: only to those from `first` to `position`, at least one.
+    MASK: only to those from `first` to `end`, at least one.
     """
     total, best, mass = state
     k, v, new_k, new_v = pools
     keys, values, scores, weights = (), (), (), ()
     for i in tl.static_range(PAGES):
         key = start + i * PAGE + tl.arange(0, PAGE)
-        keys += (_page(k, new_k, pages[i], key, first, position, MASK, False, PAGE, G, C, BLOCK_C),)
-        values += (_page(v, new_v, pages[i], key, first, position, MASK, True, PAGE, G, C, BLOCK_C),)
+        keys += (_page(k, new_k, pages[i], key, first, end, position, MASK, False, PAGE, G, C, BLOCK_C),)
+        values += (_page(v, new_v, pages[i], key, first, end, position, MASK, True, PAGE, G, C, BLOCK_C),)
     for i in tl.static_range(PAGES):
         score, key = tl.dot(keys[i], queries), start + i * PAGE + tl.arange(0, PAGE)
         if MASK:
-            score = tl.where(((key >= first) & (key <= position))[:, None], score, float("-inf"))
+            score = tl.where(((key >= first) & (key <= end))[:, None], score, float("-inf"))
         scores += (score,)
     top = scores[0]
     for i in tl.static_range(1, PAGES):
@@ -148,9 +149,10 @@ def _pages(pages, start, newest, PAGES: tl.constexpr, PAGE: tl.constexpr):
 @launched
 @triton.jit(do_not_specialize=["tiles", "stride_table"])
 def _decode(
-    q, k, v, k_pool, v_pool, sinks, out, cells, tiles, table, stride_table, scale, SINKS: tl.constexpr,
+    q, k, v, k_pool, v_pool, sinks, out, lse, cells, tiles, table, stride_table, scale, SINKS: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_C: tl.constexpr, PAGES: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, HEADS: tl.constexpr, BLOCK_C: tl.constexpr,
+    PAGES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`_attend` for tiles of one token, in a third of its instructions.
 
@@ -158,7 +160,7 @@ def _decode(
     iteration covers two or four PAGES, each with one address, and page numbers are loaded an iteration ahead.
     With four, results are bitwise identical to `_attend`.
     """
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, count = tl.load(cells + tile), tl.load(cells + tiles + tile)
     position, sequence = tl.load(cells + 2 * tiles + tile), tl.load(cells + 3 * tiles + tile)
     wait_for_previous()
@@ -168,43 +170,64 @@ def _decode(
         ENDS: tl.constexpr = 4 if PAGES == 4 else 1  # pages of an iteration with a mask
         head, c = tl.arange(0, HEADS), tl.arange(0, BLOCK_C)
         have_h, have_c = head < H // G, c < C
-        at_q = (row.to(tl.int64) * H + kv_head * (H // G) + head)[None, :] * C + c[:, None]
-        queries = load(q + at_q, have_h[None, :] & have_c[:, None])
-        pages, newest = table + sequence.to(tl.int64) * stride_table, position // PAGE
-        k_pool, v_pool = k_pool + kv_head * C, v_pool + kv_head * C
-        new_k, new_v = k + (row.to(tl.int64) * G + kv_head) * C, v + (row.to(tl.int64) * G + kv_head) * C
+        of_heads = row.to(tl.int64) * H + kv_head * (H // G) + head
         first = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
-        inner = first // ROUND * ROUND
-        outer = inner + (position - inner) // ROUND * ROUND
-        of_sinks = kv_head * (H // G) + tl.where(have_h, head, 0)
-        best, mass = start_of_softmax(sinks, of_sinks, (HEADS,), SINKS)
-        state, pools = (tl.zeros((BLOCK_C, HEADS), tl.float32), best, mass), (k_pool, v_pool, new_k, new_v)
-        if WINDOW > 0:
-            whole = tl.minimum(tl.cdiv(first, ROUND) * ROUND, outer)
-            for start in range(first // (ENDS * PAGE) * (ENDS * PAGE), whole, ENDS * PAGE):
-                ends = _pages(pages, start, newest, ENDS, PAGE)
-                state = _see(state, queries, pools, ends, start, first, position, scale,
+        inner, end = first // ROUND * ROUND, position
+        if SPLITS > 1:
+            span = tl.cdiv(tl.cdiv(position + 1 - inner, ROUND), SPLITS) * ROUND
+            span = tl.maximum(span, MIN_SPLIT)
+            inner += split * span
+            end = tl.minimum(position, inner + span - 1)
+        if inner <= position:
+            at_q = of_heads[None, :] * C + c[:, None]
+            queries = load(q + at_q, have_h[None, :] & have_c[:, None])
+            pages, newest = table + sequence.to(tl.int64) * stride_table, position // PAGE
+            k_pool, v_pool = k_pool + kv_head * C, v_pool + kv_head * C
+            at_new = (row.to(tl.int64) * G + kv_head) * C
+            new_k, new_v = k + at_new, v + at_new
+            outer = inner + (end - inner) // ROUND * ROUND
+            of_sinks = kv_head * (H // G) + tl.where(have_h, head, 0)
+            best, mass = start_of_softmax(sinks, of_sinks, (HEADS,), SINKS)
+            if SINKS and SPLITS > 1:  # the first split has them
+                best, mass = tl.where(split == 0, best, float("-inf")), tl.where(split == 0, mass, 0.0)
+            state = (tl.zeros((BLOCK_C, HEADS), tl.float32), best, mass)
+            pools = (k_pool, v_pool, new_k, new_v)
+            if WINDOW > 0:
+                low = tl.maximum(first, inner)
+                whole = tl.minimum(tl.cdiv(low, ROUND) * ROUND, outer)
+                for start in range(low // (ENDS * PAGE) * (ENDS * PAGE), whole, ENDS * PAGE):
+                    ends = _pages(pages, start, newest, ENDS, PAGE)
+                    state = _see(state, queries, pools, ends, start, first, end, position, scale,
+                                 True, ENDS, PAGE, G, C, HEADS, BLOCK_C)  # fmt: skip
+                inner = whole
+            held = _pages(pages, inner, newest, PAGES, PAGE)
+            for start in tl.range(inner, outer, ROUND, num_stages=STAGES):
+                ahead = _pages(pages, start + ROUND, newest, PAGES, PAGE)
+                state = _see(state, queries, pools, held, start, first, end, position, scale,
+                             False, PAGES, PAGE, G, C, HEADS, BLOCK_C)  # fmt: skip
+                held = ahead
+            if ENDS == 1:
+                for start in range(tl.maximum(outer, first // PAGE * PAGE), end + 1, PAGE):
+                    ends = _pages(pages, start, newest, ENDS, PAGE)
+                    state = _see(state, queries, pools, ends, start, first, end, position, scale,
+                                 True, ENDS, PAGE, G, C, HEADS, BLOCK_C)  # fmt: skip
+            else:
+                state = _see(state, queries, pools, held, outer, first, end, position, scale,
                              True, ENDS, PAGE, G, C, HEADS, BLOCK_C)  # fmt: skip
-            inner = whole
-        held = _pages(pages, inner, newest, PAGES, PAGE)
-        for start in tl.range(inner, outer, ROUND, num_stages=STAGES):
-            ahead = _pages(pages, start + ROUND, newest, PAGES, PAGE)
-            state = _see(state, queries, pools, held, start, first, position, scale,
-                         False, PAGES, PAGE, G, C, HEADS, BLOCK_C)  # fmt: skip
-            held = ahead
-        if ENDS == 1:
-            for start in range(tl.maximum(outer, first // PAGE * PAGE), position + 1, PAGE):
-                ends = _pages(pages, start, newest, ENDS, PAGE)
-                state = _see(state, queries, pools, ends, start, first, position, scale,
-                             True, ENDS, PAGE, G, C, HEADS, BLOCK_C)  # fmt: skip
-        else:
-            state = _see(state, queries, pools, held, outer, first, position, scale,
-                         True, ENDS, PAGE, G, C, HEADS, BLOCK_C)  # fmt: skip
-        place = tl.load(pages + newest).to(tl.int64) * (PAGE * G * C) + position % PAGE * (G * C) + c
-        tl.store(k_pool + place, tl.load(new_k + c, mask=have_c), mask=have_c)
-        tl.store(v_pool + place, tl.load(new_v + c, mask=have_c), mask=have_c)
-        total, best, mass = state
-        tl.store(out + at_q, total / mass[None, :], mask=have_h[None, :] & have_c[:, None])
+            if end == position:
+                slot = tl.load(pages + newest).to(tl.int64) * PAGE + position % PAGE
+                tl.store(k_pool + slot * (G * C) + c, tl.load(new_k + c, mask=have_c), mask=have_c)
+                tl.store(v_pool + slot * (G * C) + c, tl.load(new_v + c, mask=have_c), mask=have_c)
+            total, best, mass = state
+            part = of_heads * SPLITS + split
+            at_out = part[None, :] * C + c[:, None]
+            tl.store(out + at_out, total / mass[None, :], mask=have_h[None, :] & have_c[:, None])
+            if SPLITS > 1:
+                tl.store(lse + part, best + tl.log2(mass), mask=have_h)
+        elif SPLITS > 1:
+            tl.store(
+                lse + of_heads * SPLITS + split, tl.full((HEADS,), float("-inf"), tl.float32), mask=have_h
+            )
 
 
 @launched
@@ -315,19 +338,20 @@ def attend(
     shape = {"H": h, "G": g, "C": c, "PAGE": page, "WINDOW": window or 0, "BLOCK_C": block_c}
     shape["SINKS"] = sinks_H is not None
     heads, exact = power_of_2(h // g), queries.min_split_keys > 0
-    if queries.tokens == 1 and count * g >= _MANY:
-        _decode[(count, g)](
-            *tensors, out, *seen, **shape, HEADS=max(8, heads), PAGES=4 if exact else 2, STAGES=2,
-            num_warps=(2 if exact else 1) * (1 if c <= 128 else 2), **PDL,
+    shape |= {"SPLITS": splits, "MIN_SPLIT": queries.min_split_keys}
+    if queries.tokens == 1 and (exact or count * g >= _MANY):
+        warps, stages = _FEW_TILES if count * g < _MANY else (2 if exact else 1, 2)
+        _decode[(count, g, splits)](
+            *tensors, parts, lse, *seen, **shape, HEADS=max(8, heads), PAGES=4 if exact else 2,
+            STAGES=stages, num_warps=warps * (1 if c <= 128 else 2), **PDL,
         )  # fmt: skip
-        return out, lse[:, :, 0]
-    heads = max(heads, 16 // queries.tokens)
-    keys, warps, stages = _loop(queries, c, queries.tokens * heads)
-    _attend[(count, g, splits)](
-        *tensors, parts, lse, *seen, **shape, SPLITS=splits, MIN_SPLIT=queries.min_split_keys,
-        TOKENS=queries.tokens, HEADS=heads, KEYS=keys, num_warps=warps,
-        num_stages=stages, **PDL,
-    )  # fmt: skip
+    else:
+        heads = max(heads, 16 // queries.tokens)
+        keys, warps, stages = _loop(queries, c, queries.tokens * heads)
+        _attend[(count, g, splits)](
+            *tensors, parts, lse, *seen, **shape, TOKENS=queries.tokens, HEADS=heads, KEYS=keys,
+            num_warps=warps, num_stages=stages, **PDL,
+        )  # fmt: skip
     if splits > 1:
         _join[(tokens * h,)](parts, lse, out, C=c, SPLITS=splits, BLOCK_C=block_c, num_warps=1, **PDL)
     return out, lse[:, :, 0]

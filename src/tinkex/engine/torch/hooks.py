@@ -8,6 +8,7 @@ Shapes: T tokens, N rows, I in-features, O out-features, H query heads, G kv hea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -84,6 +85,10 @@ class LoraHook:
     def project(self, site: Site, x: Tensor, frozen: Frozen) -> Tensor | PartialProjection:
         """frozen(x) plus the adapters' contribution. Partial only without gradients."""
         return self(site, x, frozen(x))
+
+    def unread(self, site: Site) -> AbstractContextManager[None]:
+        """Within it nobody reads the result of `site`: a layer is computed again for its gradients alone."""
+        return nullcontext()
 
 
 class Attend(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,9 +115,15 @@ class DecoderLayer(Block):
     def recomputed(self, stream: Stream, context: ForwardContext) -> Stream:
         """The block under activation checkpointing: only its input is saved, without the rounding error."""
         rest = [stream.rest]  # used only in the forward: gradients do not need it
+        changed = self.mlp_post_norm is not None or self.input_gate is not None or self.scalar is not None
+        last = self.mlp.down.site if isinstance(self.mlp, Mlp) and not changed else None
 
         def block(x_TD: Tensor) -> Stream:
-            after, delta_TD = self(Stream(x_TD, rest.pop() if rest else None), None, context)
+            unread = nullcontext()
+            if not rest and last is not None and context.lora is not None:
+                unread = context.lora.unread(last)  # gradients need what goes into the last product alone
+            with unread:
+                after, delta_TD = self(Stream(x_TD, rest.pop() if rest else None), None, context)
             return after if delta_TD is None else add(after, delta_TD, context.backend.elementwise)
 
         return recompute(block, stream.x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
