@@ -16,9 +16,7 @@ _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # CLONE_NEWUSER, CLONE_NEWNET
 
 def main() -> None:
     limits, program = json.loads(sys.argv[1]), sys.argv[2:]
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # where the system does not allow it, there is a network
+    with contextlib.suppress(OSError, AttributeError):  # not allowed here: then there is a network
         ctypes.CDLL(None).unshare(_NEW_USER | _NEW_NETWORK)
     for name, most in limits.items():
         with contextlib.suppress(ValueError, OSError):  # a lower limit is set already

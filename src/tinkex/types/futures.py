@@ -93,9 +93,9 @@ class SamplingSessionFuturesTarget(RequestModel):  # the futures of one sampler,
     cloned_sampler_id: Count = 0
 
 
-class FuturesRetrieveRequest(
-    RequestModel
-):  # those resolved since prev_cursor; results listed as retrieved may be dropped
+class FuturesRetrieveRequest(RequestModel):
+    """Which futures were resolved since `prev_cursor`; results that are listed as retrieved may be dropped."""
+
     large = frozenset({"retrieved_request_ids"})
 
     target: SamplingSessionFuturesTarget

@@ -137,9 +137,7 @@ class CompletionReply:
             return choice.add("", reason="length")
         choice.drawn = len(sequence.tokens)
         detokenizer = choice.detokenizer
-        rest = self._visible_tokens(sequence.tokens)[
-            len(detokenizer.tokens) :
-        ]  # all, if nothing was streamed
+        rest = self._visible_tokens(sequence.tokens)[len(detokenizer.tokens) :]  # all, if none was streamed
         text = detokenizer.add(rest) + detokenizer.finish()
         logprobs = self._logprobs(sequence.tokens, sequence.logprobs, sequence.topk_logprobs)
         stop = sequence.stop_match if isinstance(sequence.stop_match, str) else None
