@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.output import Whole, answered, bar, format_option, gather, note, plural, show, size
-from tinkex.cli.target import error_message, rest, where
+from tinkex.cli.output import Whole, bar, format_option, gather, note, show, size
+from tinkex.cli.target import delete_each, rest, where
 
 if TYPE_CHECKING:
     from tinkex.types.checkpoints import Checkpoint, ParsedCheckpointTinkerPath
@@ -153,12 +152,8 @@ def delete(
                 for saved in client.iter_checkpoints(run_id)
                 if saved.checkpoint_id.startswith(folder) and first <= saved.time < end
             ]
-        wanted = paths if not paths or yes or _confirmed(paths) else []
-        failed = _delete(client, wanted)
-    deleted = len(wanted) - len(failed)
-    show({"deleted_count": deleted, "failed": failed}, f"deleted {plural(deleted, 'checkpoint')}")
-    if failed:
-        raise click.ClickException("; ".join(dict.fromkeys(one["error"] for one in failed)))
+        lines = {path: path for path in paths}
+        delete_each("checkpoint", lines, "tinker_path", client.delete_checkpoint_from_tinker_path, yes)
 
 
 def _date(option: str, given: str | None, otherwise: datetime) -> datetime:
@@ -169,26 +164,6 @@ def _date(option: str, given: str | None, otherwise: datetime) -> datetime:
             f"{option} {given}: a date looks like 2026-01-31 or 2026-01-31T08:00:00Z"
         ) from None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-
-
-def _confirmed(paths: Sequence[str]) -> bool:
-    note("\n".join(["These checkpoints will be deleted for good:", *(f"  {path}" for path in paths)]))
-    with answered("nobody answered; --yes deletes without asking"):
-        return click.confirm(f"Delete {plural(len(paths), 'checkpoint')}?", err=True)
-
-
-def _delete(client: Any, paths: Sequence[str]) -> list[dict[str, str]]:
-    from tinkex.errors import TinkerError
-
-    failed: list[dict[str, str]] = []
-    with bar("Deleting") as report:
-        for count, path in enumerate(paths, 1):
-            try:
-                client.delete_checkpoint_from_tinker_path(path).result()
-            except TinkerError as error:
-                failed.append({"tinker_path": path, "error": error_message(error)})
-            report(count, len(paths))
-    return failed
 
 
 @checkpoint.command("download")

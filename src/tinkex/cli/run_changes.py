@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.cli.output import Whole, answered, bar, format_option, note, plural, show
-from tinkex.cli.target import error_message, rest
+from tinkex.cli.output import Whole, format_option, plural, show
+from tinkex.cli.target import delete_each, rest
 
 if TYPE_CHECKING:
     from tinkex.client.rest import RestClient
@@ -109,23 +110,6 @@ def _age(text: str) -> timedelta:
 
 
 def _delete(client: RestClient, runs: Sequence[TrainingRun], checkpoints: bool, yes: bool) -> None:
-    from tinkex.errors import TinkerError
-
-    if runs and not yes:
-        lines = [f"  {run.training_run_id} {run.name or ''}".rstrip() for run in runs]
-        note("\n".join(["These runs will be deleted for good:", *lines]))
-        with answered("nobody answered; --yes deletes without asking"):
-            click.confirm(f"Delete {plural(len(runs), 'run')}?", abort=True, err=True)
-    failed: list[dict[str, Any]] = []
-    with bar("Deleting") as report:
-        for count, run in enumerate(runs, 1):
-            try:
-                client.delete_training_run(run.training_run_id, checkpoints=checkpoints).result()
-            except TinkerError as error:
-                failed.append({"training_run_id": run.training_run_id, "error": error_message(error)})
-            report(count, len(runs))
-    deleted = len(runs) - len(failed)
-    if deleted or not failed:
-        show({"deleted_count": deleted, "failed": failed}, f"deleted {plural(deleted, 'run')}")
-    if failed:
-        raise click.ClickException("; ".join(dict.fromkeys(one["error"] for one in failed)))
+    lines = {run.training_run_id: f"{run.training_run_id} {run.name or ''}".rstrip() for run in runs}
+    remove = partial(client.delete_training_run, checkpoints=checkpoints)
+    delete_each("run", lines, "training_run_id", remove, yes)

@@ -6,10 +6,13 @@ another process at the same time; no model is loaded. `explain` turns an error i
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from tinkex.cli.output import answered, bar, note, plural, show, wants_json
 from tinkex.config import HOSTED_URL, LOCAL, Settings, normalize_url
 
 if TYPE_CHECKING:
@@ -65,6 +68,33 @@ def call(op: Any, api_key: str | None = None) -> Any:
 
     with connected(api_key) as connection:
         return connection.submit(op, EmptyRequest()).result()
+
+
+def delete_each(
+    noun: str, lines: Mapping[str, str], key: str, delete: Callable[[str], Any], yes: bool
+) -> None:
+    """Delete things by their ids, asking first unless `yes`; `lines` describe them. A failure ends none."""
+    from tinkex.errors import TinkerError
+
+    wanted, failed = list(lines), list[dict[str, str]]()
+    if wanted and not yes:
+        note(
+            "\n".join([f"These {noun}s will be deleted for good:", *(f"  {line}" for line in lines.values())])
+        )
+        with answered("nobody answered; --yes deletes without asking"):
+            wanted = wanted if click.confirm(f"Delete {plural(len(wanted), noun)}?", err=True) else []
+    with bar("Deleting") as report:
+        for count, one in enumerate(wanted, 1):
+            try:
+                delete(one).result()
+            except TinkerError as error:
+                failed.append({key: one, "error": error_message(error)})
+            report(count, len(wanted))
+    deleted = len(wanted) - len(failed)
+    if deleted or not failed or wants_json():
+        show({"deleted_count": deleted, "failed": failed}, f"deleted {plural(deleted, noun)}")
+    if failed:
+        raise click.ClickException("; ".join(dict.fromkeys(one["error"] for one in failed)))
 
 
 def explain(error: Exception) -> str:

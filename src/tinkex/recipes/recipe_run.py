@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import tinkex
 from tinkex.recipes.interrupts import ctrl_c
 from tinkex.recipes.progress import Progress
-from tinkex.recipes.run_directory import Interrupted, Outcome
+from tinkex.recipes.run_directory import Interrupted, Outcome, trained
+from tinkex.recipes.schedule import default_learning_rate, learning_rate_at
 from tinkex.recipes.settings import TrainConfig
 
 
@@ -42,13 +44,24 @@ class RecipeRun:
 
     @cached_property
     def client(self) -> tinkex.TrainingClient:
-        """The adapter: as it was saved last, or a new one."""
-        saved = self.directory.resume(self.service)
-        return saved or self._config.create_run(self.service, self.directory.name)
+        """The adapter: as it was saved last; or a new one, or another run's with a new optimizer."""
+        config, name = self._config, self.directory.name
+        if (saved := self.directory.resume(self.service)) is not None:
+            return saved
+        if config.start_from is not None:
+            start = trained(config.start_from, state=True)
+            return self.service.create_training_client_from_state(start, name=name)
+        return self.service.create_lora_training_client(
+            config.model, config.rank, seed=config.seed, train_unembed=config.train_unembed, name=name
+        )
 
     def begin(self, title: str, steps: int) -> None:
         """Show what is trained. From here on Ctrl-C stops the run after a step."""
-        self.steps, self._peak = steps, self._config.peak_learning_rate(self.service, self._recipe)
+        self.steps, self._peak = steps, self._config.learning_rate
+        if self._peak is None:
+            model, offered = self._config.model, self.service.get_server_capabilities().supported_models
+            size = next((each.parameters for each in offered if each.model_name == model), None)
+            self._peak = default_learning_rate(model, size, self._recipe)
         self.progress.begin(f"{title}, learning rate {self._peak:g}", steps, self.directory.done)
         self.stopped = self._stack.enter_context(ctrl_c())
 
@@ -60,7 +73,10 @@ class RecipeRun:
 
     def adam(self, step: int) -> tinkex.AdamParams:
         """The optimizer's settings of a step."""
-        return self._config.step_params(step - 1, self.steps, self._peak)
+        assert self._peak is not None
+        config = self._config
+        rate = learning_rate_at(step - 1, self.steps, self._peak, config.schedule, config.warmup)
+        return replace(config.adam, learning_rate=rate)
 
     def end_step(self, step: int, *, stop: bool, save: bool = False, best: str | None = None) -> None:
         """Save the state if it is time to, or if the run stops here; `best` is the best adapter so far."""

@@ -1,4 +1,4 @@
-"""Settings shared by all training recipes, and how a recipe starts a run. Field help is the CLI's help.
+"""Settings shared by all training recipes. Field help is the CLI's help.
 
 `tinkex.cli.train` makes a command's options of the fields of its config.
 """
@@ -16,7 +16,7 @@ from tinkex.data import held_out
 from tinkex.errors import InvalidInputError
 from tinkex.recipes.progress import Progress
 from tinkex.recipes.run_directory import RunDirectory, trained
-from tinkex.recipes.schedule import Schedule, default_learning_rate, learning_rate_at
+from tinkex.recipes.schedule import Schedule
 
 MODEL = "SmolLM2-135M-Instruct"
 # Settings that do not change what a run computes: its place, its name, where its metrics go.
@@ -84,33 +84,12 @@ class TrainConfig:
         name = self.name or (None if Settings.read().hosted else place.absolute().name)
         return RunDirectory(place, settings, progress, fresh=self.fresh, tracker=self.log, name=name)
 
-    def create_run(self, service: tinkex.ServiceClient, name: str | None) -> tinkex.TrainingClient:
-        """A new adapter, or a saved one with a new optimizer."""
-        if self.start_from is not None:
-            return service.create_training_client_from_state(trained(self.start_from, state=True), name=name)
-        return service.create_lora_training_client(
-            self.model, self.rank, seed=self.seed, train_unembed=self.train_unembed, name=name
-        )
-
     def reference(self, service: tinkex.ServiceClient) -> tinkex.SamplingClient:
         """A sampler of the model that training starts from."""
         if self.start_from is None:
             return service.create_sampling_client(base_model=self.model)
         start = service.create_training_client_from_state(trained(self.start_from, state=True))
         return start.save_weights_and_get_sampling_client()
-
-    def step_params(self, step: int, steps: int, peak: float) -> tinkex.AdamParams:
-        """The optimizer's settings of a step."""
-        rate = learning_rate_at(step, steps, peak, self.schedule, self.warmup)
-        adam = {**asdict(self.adam), "learning_rate": rate}
-        return tinkex.AdamParams(**adam)
-
-    def peak_learning_rate(self, service: tinkex.ServiceClient, recipe: str) -> float:
-        if self.learning_rate is not None:
-            return self.learning_rate
-        models = service.get_server_capabilities().supported_models
-        size = next((model.parameters for model in models if model.model_name == self.model), None)
-        return default_learning_rate(self.model, size, recipe)
 
 
 @dataclass(frozen=True, kw_only=True)

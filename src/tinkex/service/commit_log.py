@@ -147,7 +147,7 @@ def forget(root: str, ended: str) -> None:
 
 
 def write_pieces(home: Path, pieces: list[Piece]) -> set[Path]:
-    """Have in the files of a home what a log says; returns those that are there now."""
+    """Write a log's pieces into the files of a home; returns the files that then exist."""
     written = set[Path]()
     for path, at, data in pieces:
         parts = PurePosixPath(path).parts

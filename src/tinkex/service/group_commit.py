@@ -220,7 +220,7 @@ class GroupCommit:
 
 
 def replay(home: Path) -> None:
-    """Have in each file what the log says was appended to it: a power cut may have taken it.
+    """Write again what the log says was appended to each file, where a power cut has lost it.
 
     Called before anything is read. JournalError if the log is damaged.
     """

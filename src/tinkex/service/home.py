@@ -24,7 +24,7 @@ from tinkex.store import directory_bytes
 DISK_RESERVE = 64 * 1024 * 1024  # bytes kept free for the ledger and the journals
 SPARE = "spare"  # a file that is given up when the disk is full, so that there is room to delete
 SPARE_BYTES = 1024 * 1024
-TAG = "~"  # in a store, between the name of a directory and what makes its place its own
+TAG = "~"  # in a store every save has a directory of its own: NAME~RANDOM
 DISK_LOOK = 1.0  # seconds for which a reading of the disk's free space is believed
 
 

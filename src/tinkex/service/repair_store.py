@@ -150,7 +150,7 @@ def saved_facts(where: str) -> tuple[str, LoraConfig]:
 
 
 def _from_logs(ledger: MirroredLedger, root: str, owner: str, by: str) -> Generator[str, None, list[str]]:
-    """Add rows of the runs in all logs; returns their servers, such that the later ones have more."""
+    """Add rows of the runs in all logs; returns their servers, those with the longest logs last."""
     names = {name.partition("/")[0] for name in store.files(store.join(root, "journal"))}
     with tempfile.TemporaryDirectory(prefix="tinkex-") as place:
         homes: dict[str, Path] = {}

@@ -94,7 +94,7 @@ class SamplingSessionFuturesTarget(RequestModel):  # the futures of one sampler,
 
 
 class FuturesRetrieveRequest(RequestModel):
-    """Which futures were resolved since `prev_cursor`; results that are listed as retrieved may be dropped."""
+    """Which futures were resolved since `prev_cursor`; those listed as retrieved may be dropped."""
 
     large = frozenset({"retrieved_request_ids"})
 

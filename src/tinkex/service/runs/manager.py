@@ -106,7 +106,7 @@ class RunManager:
         return task.result()
 
     async def _open(self, row: RunRow, only_pending: bool) -> Run | None:
-        made = bool(row.fingerprint)  # as the caller says: who creates the run needs no files of it
+        made = bool(row.fingerprint)  # of the caller's row: a run that is being created has no files yet
         row = self.ledger.run(row.run_id) or row  # it may have changed while a caller waited
         if row.corrupted:
             problem = f"run {row.run_id} could not be restored; go on from one of its checkpoints"
