@@ -414,6 +414,7 @@ def test_delays_double_up_to_the_most(stub: Stub, service: ServiceClient) -> Non
         assert 0.75 * most <= delay <= most
 
 
+@pytest.mark.slow
 def test_so_many_resume_at_once(stub: Stub, service: ServiceClient) -> None:
     loops, events = [Loop(service, forget(stub)) for _ in range(5)], list[Any]()
     policy = RecoveryPolicy(concurrent=2, on_event=events.append)

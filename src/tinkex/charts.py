@@ -13,7 +13,7 @@ from __future__ import annotations
 import html
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -98,6 +98,20 @@ def _braille(values: Sequence[float], columns: int, rows: int) -> list[str]:
             cells[rows - 1 - row // 4][column // 2] |= _DOTS[3 - row % 4][column % 2]
         previous = (x1, y1)
     return ["".join(chr(0x2800 + cell) if cell else " " for cell in row).rstrip() for row in cells]
+
+
+def show_curves(
+    say: Callable[[str], object], series: Series, png: Path, *, height: int, title: str = ""
+) -> None:
+    """Say a chart, and write it as a picture, where matplotlib is installed."""
+    say(terminal_chart(series, width=72, height=height))
+    png.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_png(png, series, title=title)
+    except TinkerError as error:  # matplotlib is an optional extra
+        say(f"No picture was written. {error}")
+    else:
+        say(f"As a picture: {png}")
 
 
 # -- pictures, by matplotlib -----------------------------------------------------------------------------

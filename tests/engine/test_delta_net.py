@@ -12,6 +12,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from tinkex.engine.torch.models.delta_net import Chunks, conv_silu, delta_chunks, delta_step, unit
 
+pytestmark = pytest.mark.slow  # it imports models of transformers, which takes seconds
+
 K, H, D, V = 2, 4, 16, 8
 PACKED = ([70, 5, 130, 64, 1], [64, 64], [128], [3, 3, 3], [1, 200])
 

@@ -20,6 +20,8 @@ from tinkex.engine.torch.models.mamba import Mamba, mamba_chunks, mamba_step
 from tinkex.engine.torch.models.norms import NormConfig
 from tinkex.engine.torch.states import StateGroup, StatePool
 
+pytestmark = pytest.mark.slow  # it imports models of transformers, which takes seconds
+
 G, H, S, P, D = 2, 4, 16, 8, 24
 PACKED = ([70, 5, 130, 64, 1], [64, 64], [128], [3, 3, 3], [1, 200])
 CPU = torch.device("cpu")

@@ -171,6 +171,7 @@ def test_a_file_that_cannot_be_read_says_why(
         load(tmp_path / name, conversation)
 
 
+@pytest.mark.slow
 def test_a_hub_dataset_is_read_by_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """datasets reads a directory of that name as it would read the hub's."""
     pytest.importorskip("datasets")

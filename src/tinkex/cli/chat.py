@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from tinkex.client.sampling import SamplingClient
     from tinkex.types.params import SamplingParams
 
-# Control characters except tab and newline: a model must not control the terminal.
-_CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {9, 10})
 HELP = "/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
@@ -88,9 +86,10 @@ def _lines() -> Iterator[str]:
 
 def _answer(conversation: Conversation, line: str) -> None:
     from tinkex.errors import APIStatusError, RequestFailedError
+    from tinkex.recipes.progress import printable
 
     try:
-        conversation.say(line, lambda piece: click.echo(piece.translate(_CONTROL), nl=False))
+        conversation.say(line, lambda piece: click.echo(printable(piece), nl=False))
         click.echo()
     except (APIStatusError, RequestFailedError) as error:
         if not sys.stdin.isatty():

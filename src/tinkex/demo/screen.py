@@ -14,9 +14,9 @@ from pathlib import Path
 
 import click
 
-from tinkex.charts import sparkline, terminal_chart, write_png
-from tinkex.errors import TinkerError
+from tinkex.charts import show_curves, sparkline
 from tinkex.models.local_files import weights_of
+from tinkex.recipes.progress import printable
 
 WIDTH = 80
 
@@ -71,14 +71,7 @@ class Screen:
 
     def curve(self, name: str, values: Sequence[float], png: Path) -> None:
         self.heading(f"{name.capitalize()} at each step")
-        click.echo(terminal_chart({name: values}, width=64, height=8))
-        png.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write_png(png, {name: values}, title=f"tinkex demo: {name}")
-        except TinkerError as error:  # matplotlib is an optional extra
-            click.echo(f"No picture was written. {error}")
-        else:
-            click.echo(f"As a picture: {png}")
+        show_curves(click.echo, {name: values}, png, height=8, title=f"tinkex demo: {name}")
 
     def adapter(self, path: str, directory: Path) -> None:
         self.heading("The adapter is yours")
@@ -99,5 +92,5 @@ class Screen:
 
 
 def _short(text: str, width: int) -> str:
-    text = "".join(c if c.isprintable() else " " for c in text)  # a model must not control the terminal
+    text = " ".join(printable(text).split("\n"))
     return text if len(text) <= width else f"{text[: width - 2]} …"

@@ -15,8 +15,7 @@ from typing import Any
 import click
 
 import tinkex
-from tinkex.charts import number, terminal_chart, write_png
-from tinkex.errors import TinkerError
+from tinkex.charts import number, show_curves
 
 _HIDDEN = ("step", "tokens", "seconds")  # not worth a place in the line
 _SHORT = {"learning_rate": "lr", "tokens_per_second": "tok/s"}  # next to the bar, in 80 columns
@@ -88,13 +87,8 @@ class Progress:
         series = {name: values for name, values in series.items() if len(values) > 1}
         if not series:
             return
-        self.note("\n" + terminal_chart(series, width=72, height=7 * len(series)))
-        try:
-            write_png(png, series)
-        except TinkerError as error:  # matplotlib is an optional extra
-            self.note(f"No picture was written. {error}")
-        else:
-            self.note(f"as a picture: {png}")
+        self.note("")
+        show_curves(self.note, series, png, height=7 * len(series))
 
 
 def batch_text(tokenizer: Any, data: Sequence[tinkex.Datum]) -> str:
@@ -121,4 +115,4 @@ def printable(text: str) -> str:
     >>> printable("a\\x1b[2Jb\\n")
     'a [2Jb\\n'
     """
-    return "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)
+    return "".join(c if c.isprintable() or c in "\n\t\u200d" else " " for c in text)  # which joins emoji
