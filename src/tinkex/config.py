@@ -214,10 +214,11 @@ def keep_compiled(home: Path) -> Path:
 def prepare_ray(*, loopback: bool) -> None:
     """Set what Ray reads from the environment when it is imported.
 
-    No usage reports. With `loopback`, Ray does not replace 127.0.0.1 by an address that others can reach.
+    No usage reports. With `loopback`, neither Ray nor NCCL takes an address that others can reach.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if loopback:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +22,9 @@ from tests.cluster.nodes import Nodes, actors
 from tests.engine.tiny import tiny_model
 from tests.service.harness import MODEL, User, serving
 from tests.service.harness import datum as harness_datum
+from tinkex.engine.cluster import gradient_group
+from tinkex.engine.cluster.gradient_group import GradientGroup, host_store, store_at
+from tinkex.engine.cluster.remote_trainer import fetch
 from tinkex.engine.protocol import (
     ClearGradients,
     ContinuePasses,
@@ -23,6 +33,7 @@ from tinkex.engine.protocol import (
     Engine,
     EngineConfig,
     EngineError,
+    EngineLost,
     Failure,
     ForwardBackward,
     LoadAdapter,
@@ -167,24 +178,114 @@ def test_a_wrong_datum_is_named_by_its_place_and_leaves_earlier_gradients(
         np.testing.assert_allclose(second[name], expected, rtol=2e-4, atol=2e-6, err_msg=name)
 
 
+def test_all_processes_have_the_same_bits(engines: tuple[Engine, Engine], tmp_path: Path) -> None:
+    _, shared = engines
+    do(shared, CreateAdapter("same", LoraConfig(rank=8, seed=3)))
+    for step in range(3):
+        run_passes(
+            shared.trainer, [Pass("same", [datum(10 * step + n, 20 - n) for n in range(7)], "cross_entropy")]
+        )
+        do(shared, OptimStep("same", STEP))
+    saved: list[dict[str, bytes]] = []
+    for n, actor in enumerate(shared.trainer.actors):  # type: ignore[attr-defined]
+        fetch(actor.execute.remote(SaveAdapter("same", str(tmp_path / str(n)), optimizer=True)))
+        saved.append({file.name: file.read_bytes() for file in (tmp_path / str(n)).glob("*.safetensors")})
+    assert len(saved[0]) == 2
+    assert saved[0] == saved[1] == saved[2]
+
+
+def test_a_step_sums_the_whole_gradient_once(engines: tuple[Engine, Engine]) -> None:
+    """The gradients of two trainers in one row, with how many have any; a step of none is skipped."""
+    alone, _ = engines
+    rows: list[np.ndarray] = []
+
+    def double(row: Any) -> None:
+        rows.append(row.numpy().copy())
+        row += row
+
+    for run in ("once", "twice"):
+        do(alone, CreateAdapter(run, LoraConfig(rank=4, seed=5)))
+        run_passes(alone.trainer, [Pass(run, [datum(5, 9)], "cross_entropy")])
+    free = AdamParams(learning_rate=1e-3)
+    whole, doubled = do(alone, OptimStep("once", free)), do(alone, OptimStep("twice", free, double))
+    assert doubled["grad_norm"] == pytest.approx(2 * whole["grad_norm"], rel=1e-6)
+    assert do(alone, OptimStep("twice", free, double))["skipped"] == 1.0
+    assert [row[-1] for row in rows] == [1.0, 0.0]
+    assert not rows[1].any()
+
+
+@contextmanager
+def groups(count: int) -> Iterator[list[GradientGroup]]:
+    """The parts of the processes of a group, here in one process."""
+    store, address = host_store("127.0.0.1")
+    with ThreadPoolExecutor(count) as threads:
+
+        def join(rank: int) -> GradientGroup:
+            its = store_at(address) if rank else store
+            return GradientGroup(rank, count, its, "127.0.0.1", gpus=False)
+
+        yield [*threads.map(join, range(count))]
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_sums_are_the_same_everywhere(kind: Any) -> None:
+    rows = [np.random.default_rng(n).normal(size=100_003).astype(kind) for n in range(3)]
+    expected = np.sum(np.array(rows, np.float64), 0)
+    with groups(3) as made, ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda group, row: group.total(row), made, rows))
+    assert rows[0].tobytes() == rows[1].tobytes() == rows[2].tobytes()
+    np.testing.assert_allclose(rows[0], expected, rtol=0, atol=1e-6 if kind is np.float32 else 1e-14)
+
+
+def test_a_process_that_ends_is_noticed_at_once() -> None:
+    store, address = host_store("127.0.0.1")
+    code = (
+        "import sys; from tinkex.engine.cluster.gradient_group import *\n"
+        "GradientGroup(1, 2, store_at((sys.argv[1], int(sys.argv[2]))), '127.0.0.1', gpus=False)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, *map(str, address)])
+    group = GradientGroup(0, 2, store, "127.0.0.1", gpus=False)
+    assert other.wait(30) == 0
+    begun = time.monotonic()
+    with pytest.raises(EngineLost, match="could not sum their gradients"):
+        group.total(np.ones(5, np.float32))
+    assert time.monotonic() - begun < 10
+
+
+def test_a_silent_process_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_group, "TIMEOUT", timedelta(seconds=2))
+    with groups(2) as (group, _), pytest.raises(EngineLost, match="could not sum their gradients"):
+        group.total(np.ones(5, np.float32))
+
+
 async def test_a_run_is_restored_when_one_of_its_processes_dies(tmp_path: Path, ray_nodes: Nodes) -> None:
     placements = {MODEL: Placement(ray_nodes.address, data=2)}
     more = {"placements": placements, "snapshot_steps": 2, "long_poll": 80.0}
     others = actors("TrainerActor")
     told: list[list[float]] = []
-    for victim in (None, 0, 1):
-        async with serving(tmp_path / f"home-{victim}", build_engine, **more) as service:
+    for victim, moment in ((0, ""), (0, "pass"), (1, "pass"), (0, "step"), (1, "step"), (1, "in it")):
+        async with serving(tmp_path / f"home-{victim}-{moment}", build_engine, **more) as service:
             user = User(service)
             run = await user.run(seed=3)
             losses: list[float] = []
             for step in range(6):
-                if step == 3 and victim is not None:
-                    [one for one in actors("TrainerActor") if one not in others][victim].kill()
+                processes = [one for one in actors("TrainerActor") if one not in others]
+                dies = moment if step == 3 else ""
+                if dies == "pass":
+                    processes[victim].kill()
                 data = [harness_datum(10 * step + n) for n in range(5)]
                 passed = await user.forward_backward(run, 2 * step + 1, *data)
-                await user.result(await user.step(run, 2 * step + 2))
                 losses.append((await user.result(passed)).metrics["loss:sum"])
+                if dies == "step":  # the other one has its gradient, and waits for nobody
+                    processes[victim].kill()
+                if dies == "in it":  # it does not answer the other, who waits in the all-reduce
+                    processes[victim].suspend()
+                stepped = await user.step(run, 2 * step + 2)
+                if dies == "in it":
+                    await asyncio.sleep(1.0)
+                    processes[victim].kill()
+                await user.result(stepped)
             told.append(losses)
             assert len(actors("TrainerActor")) == len(others) + 2
-    assert told[1] == told[2] == told[0], "the losses of an undisturbed run, to the last bit"
+    assert all(one == told[0] for one in told), "the losses of an undisturbed run, to the last bit"
     assert len(set(told[0])) == 6

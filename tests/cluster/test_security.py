@@ -40,7 +40,7 @@ def listening(process: psutil.Process) -> dict[str, set[str]]:
 
 
 def test_a_local_cluster_listens_on_loopback_alone(tmp_path: Path):
-    server = Serve(tmp_path, "--cluster", "auto", "--engine", "fake", placed=",trainers=1,samplers=1")
+    server = Serve(tmp_path, "--cluster", "auto", "--engine", "fake", placed=",trainers=1,data=2,samplers=1")
     try:
         found = listening(psutil.Process(server.pid))
         assert {"gcs_server", "raylet"} <= found.keys()

@@ -11,11 +11,9 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
-
-import numpy as np
 
 from tinkex.engine import protocol as p
 from tinkex.engine.pass_content import TrainingExample
@@ -59,12 +57,8 @@ class TrainedAdapter(Protocol):
         """Return the accumulated gradients and clear them."""
         ...
 
-    def gradient(self) -> np.ndarray | None:
-        """The accumulated gradients in one row, valid until the next command."""
-        ...
-
-    def sum_gradients(self, parts: Sequence[np.ndarray]) -> None:
-        """Replace the accumulated gradients by the sum of these, added in order."""
+    def sum_gradient(self, total: Callable[[Any], None]) -> None:
+        """Make the accumulated gradients the sum over trainers, which `total` computes in place."""
         ...
 
 
@@ -171,13 +165,11 @@ class CommandTrainer(ABC, Generic[A, P]):
                 return self._advance(ticket)
             case p.FinishPasses(ticket, shares):
                 return self._finish_shared(ticket, shares)
-            case p.OptimStep(run, params, gradients):
+            case p.OptimStep(run, params, total):
                 adapter = self._without_passes(run)
-                if gradients is not None:
-                    adapter.sum_gradients(gradients)
+                if total is not None:
+                    adapter.sum_gradient(total)
                 return self._step(adapter, params)
-            case p.ReadGradients(run):
-                return self._without_passes(run).gradient()
             case p.ClearGradients(run):
                 self.adapter(run).take_grad()
                 self._abandon(run)

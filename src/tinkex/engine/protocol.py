@@ -6,7 +6,7 @@ them. `tests/contract` checks what every engine promises. Knows no sessions, use
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
@@ -144,10 +144,6 @@ class FinishPasses(Command[list[PassOutcome]]):
     shares: tuple[SharedPasses, ...]
 
 
-class ReadGradients(RunCommand["np.ndarray | None"]):
-    """The gradients that `run` has accumulated, in one row, or None; valid until the next command."""
-
-
 @dataclass(frozen=True)
 class OptimStep(RunCommand[dict[str, float]]):
     """Make one AdamW update of `run` from its gradients, which are cleared; returns metrics.
@@ -157,7 +153,8 @@ class OptimStep(RunCommand[dict[str, float]]):
     """
 
     params: AdamParams
-    gradients: tuple[np.ndarray, ...] | None = None  # of all trainers with the run's passes
+    # Sums a row of numbers in place over the trainers that share the run's passes; set in their processes.
+    total: Callable[[Any], None] | None = None
 
 
 class ClearGradients(RunCommand[None]):

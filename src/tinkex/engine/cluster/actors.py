@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayError
 
@@ -38,7 +37,6 @@ from tinkex.engine.protocol import (
     ModelInfo,
     OptimStep,
     Pass,
-    ReadGradients,
     SampledTokens,
     SampleWork,
     SaveAdapter,
@@ -119,15 +117,39 @@ class EngineActor:
 class TrainerActor(EngineActor):
     """Executes one command at a time: the caller sends the next when it has the last one's result."""
 
+    def __init__(self, config: EngineConfig, build: BuildEngine) -> None:
+        super().__init__(config, build)
+        self._store: Any = None
+        self._group: Any = None  # with the trainer's other processes
+
+    async def meet(self) -> tuple[str, int]:
+        """Where the trainer's processes find each other: in this one, the first."""
+        from tinkex.engine.cluster.gradient_group import host_store
+
+        self._store, address = host_store(ray.util.get_node_ip_address())
+        return address
+
+    async def join(self, rank: int, count: int, address: tuple[str, int], gpus: bool) -> EngineError | None:
+        """Form a group with the others, who do it now too."""
+        from tinkex.engine.cluster.gradient_group import GradientGroup, store_at
+
+        here = ray.util.get_node_ip_address()
+        try:
+            store = self._store or await asyncio.to_thread(store_at, address)
+            self._group = await asyncio.to_thread(GradientGroup, rank, count, store, here, gpus=gpus)
+        except Exception as error:
+            return _as_error(error)
+        return None
+
     async def execute(self, command: Command[Any]) -> tuple[Any, Heartbeat]:
+        if self._group and isinstance(command, OptimStep):
+            command = replace(command, total=self._group.total)
         try:
             result = await asyncio.wrap_future(self._engine.trainer.submit(command))
             if isinstance(command, ExportAdapter):
                 result = StoredExport(
                     [ray.put(result)], result.lora, result.nbytes, command.saved, command.run
                 )
-            elif isinstance(command, ReadGradients):
-                result = [None if result is None else ray.put(result)]
         except Exception as error:
             result = _as_error(error)
         return result, self._report()
@@ -165,9 +187,6 @@ class TrainerActor(EngineActor):
     ) -> tuple[Any, Heartbeat]:
         result, beat = await self.execute(FinishPasses(ticket, shares))
         return result if wanted or isinstance(result, EngineError) else None, beat
-
-    async def step(self, command: OptimStep, *gradients: np.ndarray) -> tuple[Any, Heartbeat]:
-        return await self.execute(replace(command, gradients=gradients))
 
 
 class SamplerActor(EngineActor):

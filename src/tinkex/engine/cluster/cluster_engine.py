@@ -220,6 +220,8 @@ class ClusterEngine:
     def _part(self, index: int, actors: list[Any]) -> TrainerPart:
         try:
             described = [self._described(actor) for actor in actors]
+            if len(actors) > 1:
+                self._introduce(actors)
         except BaseException:
             for actor in actors:
                 with contextlib.suppress(RayError):
@@ -227,6 +229,18 @@ class ClusterEngine:
             raise
         group = TrainerGroup(actors, described[0][1], [node for _, _, node in described])
         return TrainerPart(index, described[0][0], RemoteTrainer(group), self.sampler)
+
+    def _introduce(self, actors: list[Any]) -> None:
+        """Have the processes of one trainer form a group."""
+        gpus = self._share.get("GPU", 0) >= 1
+        try:
+            address = self._wait(actors[0].meet.remote())
+            joining = [actor.join.remote(n, len(actors), address, gpus) for n, actor in enumerate(actors)]
+            answers = [self._wait(one) for one in joining]
+        except RayError as error:
+            raise ActorDied(f"an actor died while it was made: {error}") from error
+        if failed := next(filter(None, answers), None):
+            raise ActorDied(f"the processes of a trainer did not find each other: {failed}")
 
     def _sampler_bundles(self) -> list[int]:
         first = self._placement.trainers * self._placement.data

@@ -1,7 +1,7 @@
 """The processes of one trainer: one, or several that share the datums of every pass (data parallel).
 
-Each has every adapter. All check a pass, and each computes its share of the datums. Before a step, they
-exchange gradients through Ray's object store, and each sums them in the same order. So their adapters stay
+Each has every adapter. All check a pass, and each computes its share of the datums. A step begins with one
+all-reduce of the run's gradient (`gradient_group`), which gives all the same sum. So their adapters stay
 bitwise identical, and the first one writes files. If only some of them fail, the trainer is lost. For
 processes on other nodes, files of this process's disk are read and written here.
 """
@@ -34,16 +34,14 @@ class TrainerGroup:
 
     def execute_all(self, commands: Sequence[p.Command[Any]]) -> list[Any]:
         """The results of some short commands, an EngineError where one failed; RayError as `execute`."""
-        if len(self.actors) == 1 and len(commands) > 1:
-            results, self.beat = ray.get(self.actors[0].execute_all.remote(commands))
-            return results
-        return [self._or_error(command) for command in commands]
-
-    def _or_error(self, command: p.Command[Any]) -> Any:
         try:
-            return self.execute(command)
+            if len(commands) == 1:
+                return [self.execute(commands[0])]
         except p.EngineError as error:
-            return error
+            return [error]
+        told = ray.get([actor.execute_all.remote(commands) for actor in self.actors])
+        self.beat = told[0][1]
+        return [_agreed(answers) for answers in zip(*(results for results, _ in told), strict=True)]
 
     def execute(self, command: p.Command[Any]) -> Any:
         """The result; RayError if a process is gone, EngineError as they say."""
@@ -62,10 +60,6 @@ class TrainerGroup:
                 return self._progress(begun[0].ticket, {one.run for one in passes}, dict(enumerate(begun)))
             case p.ContinuePasses(ticket):
                 return self._continue(ticket)
-            case p.OptimStep(run):
-                read = self._all(lambda actor, _: actor.execute.remote(p.ReadGradients(run)))
-                gradients = [reference for (reference,) in read if reference is not None]
-                return self._all(lambda actor, _: actor.step.remote(command, *gradients))[0]
             case p.CreateAdapter(run, lora):
                 seed = secrets.randbits(63) if lora.seed is None else lora.seed
                 return self._create(p.CreateAdapter(run, replace(lora, seed=seed)))
@@ -139,11 +133,8 @@ class TrainerGroup:
     def _all(self, ask: Callable[[Any, int], Any]) -> list[Any]:
         """The results of a call of every process."""
         answers = self._ask([ask(actor, n) for n, actor in enumerate(self.actors)])
-        failed = [one for one in answers if isinstance(one, p.EngineError)]
-        if len(failed) == len(answers):
-            raise failed[0]
-        if failed:
-            raise p.EngineLost(f"{len(failed)} of its {len(answers)} processes failed alone: {failed[0]}")
+        if isinstance(agreed := _agreed(answers), p.EngineError):
+            raise agreed
         return answers
 
     def _ask(self, references: list[Any]) -> list[Any]:
@@ -155,3 +146,13 @@ class TrainerGroup:
         if len(results) == 1 and isinstance(results[0], p.EngineError):
             raise results[0]
         return results
+
+
+def _agreed(answers: Sequence[Any]) -> Any:
+    """What all processes answered one command; EngineLost if only some of them failed."""
+    failed = [one for one in answers if isinstance(one, p.EngineError)]
+    if lost := next(filter(is_lost, failed), None):
+        return lost
+    if 0 < len(failed) < len(answers):
+        return p.EngineLost(f"{len(failed)} of its {len(answers)} processes failed alone: {failed[0]}")
+    return answers[0]

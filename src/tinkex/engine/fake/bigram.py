@@ -8,7 +8,7 @@ Shapes: N positions, K candidates, V vocabulary, D features, R rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -95,11 +95,11 @@ class FakeAdapter:
         grad, self.grad = self.grad, None
         return grad
 
-    def gradient(self) -> np.ndarray | None:
-        return self.grad
-
-    def sum_gradients(self, parts: Sequence[np.ndarray]) -> None:
-        self.grad = sum(parts[1:], parts[0]) if parts else None
+    def sum_gradient(self, total: Callable[[np.ndarray], None]) -> None:
+        mine = np.zeros_like(self.params) if self.grad is None else self.grad
+        row = np.append(mine, self.grad is not None)  # how many have any
+        total(row)
+        self.grad = row[:-1] if row[-1] else None
 
     def adamw(self, p: AdamParams) -> dict[str, float]:
         metrics = {"grad_norm": 0.0, "learning_rate": p.learning_rate, "grad_clipped": 0.0, "skipped": 1.0}

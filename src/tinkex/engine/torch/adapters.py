@@ -10,7 +10,7 @@ dense).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -198,9 +198,9 @@ class Adapter:
     def open_grad(self) -> None:
         """Start accumulating gradients: the next step applies them, even if they are zeros."""
         if self._grad_buffer is None:
-            self._grad_buffer = torch.empty_like(self.flat)
+            self._grad_buffer = self.flat.new_empty(len(self.flat) + 1)  # the last: see `sum_gradient`
         if self.grad is None:
-            self.grad = self._grad_buffer.zero_()
+            self.grad = self._grad_buffer.zero_()[:-1]
 
     def grad_matrices(self, site: Site) -> list[Matrices]:
         """Where the gradients of `site` accumulate, once `open_grad` was called."""
@@ -214,17 +214,18 @@ class Adapter:
         grad, self.grad = self.grad, None
         return grad
 
-    def gradient(self) -> np.ndarray | None:
-        """The accumulated gradients on the host, valid until the next pass."""
-        return None if self.grad is None else self.grad.cpu().numpy()
+    def sum_gradient(self, total: Callable[[Tensor], None]) -> None:
+        """Make the accumulated gradients the sum over trainers, which `total` computes in place.
 
-    def sum_gradients(self, parts: Sequence[np.ndarray]) -> None:
-        """Replace the accumulated gradients by the sum of these, added in order."""
-        self.take_grad()
-        for part in parts:
-            self.open_grad()
-            assert self.grad is not None
-            self.grad += torch.tensor(part, device=self.flat.device)
+        One more number tells how many of them have accumulated any; if none has, there is no gradient.
+        """
+        has = self.grad is not None
+        self.open_grad()
+        assert self._grad_buffer is not None
+        self._grad_buffer[-1] = has
+        total(self._grad_buffer)
+        if not self._grad_buffer[-1]:
+            self.take_grad()
 
     def snapshot(self) -> Adapter:
         copy = Adapter(self.lora, self.shapes, self.flat.device)

@@ -145,24 +145,37 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class ProcessShards(Shards):
-    """A rank that is a process: NCCL between GPUs, gloo between CPUs, on one machine.
+    """A rank that is a process: NCCL between GPUs, gloo between CPUs.
 
-    `store` is a file that all ranks can reach. Has its own process groups, so one process may be in several.
+    `store` is a file that all ranks can reach, or torch's store. Has its own process groups, so one process
+    may be in several. Ranks on several machines need this one's `address`.
     """
 
-    def __init__(self, rank: int, count: int, store: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        rank: int,
+        count: int,
+        store: Any,
+        device: torch.device,
+        *,
+        address: str = "127.0.0.1",
+        timeout: timedelta = timedelta(hours=1),
+    ) -> None:
         super().__init__(rank, count)
         gloo: Any = dist.ProcessGroupGloo
         prefix: Any = dist.PrefixStore  # type: ignore[reportPrivateImportUsage]
-        files = dist.FileStore(store, count)  # type: ignore[reportPrivateImportUsage]
+        if isinstance(store, str):
+            store = dist.FileStore(store, count)  # type: ignore[reportPrivateImportUsage]
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(hours=1)
-        self._host = gloo(prefix("host", files), rank, count, options)
+        options._devices = [gloo.create_device(hostname=address)]
+        options._timeout = timeout
+        self._host = gloo(prefix("host", store), rank, count, options)
         self._device: Any = self._host
         if device.type == "cuda":
             nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]
-            self._device = nccl(prefix("device", files), rank, count, nccl.Options())
+            nccl_options = nccl.Options()
+            nccl_options._timeout = timeout
+            self._device = nccl(prefix("device", store), rank, count, nccl_options)
 
     def _group(self, x: Tensor) -> Any:
         return self._device if x.is_cuda else self._host
