@@ -56,6 +56,22 @@ def test_any_server_shows_a_run_and_a_logout_counts_everywhere(postgres, s3, tmp
         assert "renamed" in ask(f"{owner.url}/console/runs/{run.model_id}", cookie=cookie)[1]
         assert ask(f"{page}/rename", {"name": "forged", "tags": ""}, cookie)[0] == 403
         assert ask(f"{other.url}/console/runs/none:train:0", cookie=cookie)[0] == 404
+        second = tinkex.ServiceClient(base_url=other.url, api_key="tml-x")
+        its = second.create_lora_training_client(MODEL, rank=4, name="of the second")
+        its.forward_backward(DATA, "cross_entropy")
+        its.optim_step(AdamParams()).result(timeout=60)
+        both = [run.model_id, its.model_id]
+        body = ask(f"{other.url}/console/compare?run={both[0]}&run={both[1]}", cookie=cookie)[1]
+        assert 'data-together="1"' in body, "each run's curves are asked for alone, and come from its server"
+        assert "The final metrics of 1 of these runs are at other servers" in body
+        for n, run_id in enumerate(both):
+            told = ask(f"{other.url}/console/compare/curves?run={run_id}&first={n}&of=2", cookie=cookie)[1]
+            assert f'"loss@{n}"' in told
+        path = run.save_weights_for_sampler("s").result(timeout=60).path
+        form = {"path": path, "kind": "peft", "form_token": token}
+        assert ask(f"{page}/export/begin", form, cookie)[0] == 303
+        eventually(lambda: "Ready: s-peft" in ask(f"{page}/export?{urlencode(form)}", cookie=cookie)[1], 60)
+        second.close()
         assert ask(f"{other.url}/console/logout", {"form_token": token}, cookie)[0] == 303
         eventually(lambda: ask(f"{owner.url}/console/runs", cookie=cookie)[0] == 303, 20)
         service.close()

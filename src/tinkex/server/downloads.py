@@ -34,7 +34,7 @@ def download_routes(gateway: Gateway, home: Path, signer: DownloadSigner) -> lis
         place = _below(home, path)
         try:
             if place.is_dir():
-                return await asyncio.to_thread(_tar, place, http.scope["method"] == "HEAD")
+                return await asyncio.to_thread(tar_response, place, http.scope["method"] == "HEAD")
             await asyncio.to_thread(verify, place.parent, [place.name])
         except DamagedError as error:
             raise Refusal(422, str(error)) from None
@@ -45,7 +45,8 @@ def download_routes(gateway: Gateway, home: Path, signer: DownloadSigner) -> lis
     return [Route(f"{DOWNLOADS}/{{path:path}}", Endpoint(gateway, "download", download), methods=["GET"])]
 
 
-def _tar(directory: Path, only_head: bool) -> Response:
+def tar_response(directory: Path, only_head: bool = False) -> Response:
+    """A directory's files as one tar; blocks while their checksums are read."""
     archive = Archive(directory)
     headers = {
         "content-length": str(archive.length),

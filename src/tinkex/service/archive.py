@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import hashlib
 import os
+import shutil
 import stat
 import tarfile
 import time
@@ -109,6 +110,17 @@ class Archives:
             out.writelines(Archive(directory))
         return place
 
+    def room(self, name: str) -> Path:
+        """An empty directory, for something that is downloaded and removed like an archive."""
+        self.sweep()
+        place = self._place / f"{name}-{self._mine}"
+        _delete(place)
+        place.mkdir(mode=0o700, parents=True)
+        return place
+
+    def remove(self, room: Path) -> None:
+        _delete(room)
+
     def forget(self, directory: Path) -> None:
         """Remove every process's archive of `directory`, which is no more."""
         self._remove(f"{_digest(directory)}-*.tar")
@@ -119,16 +131,23 @@ class Archives:
         for file in self._place.glob("*"):
             with contextlib.suppress(FileNotFoundError):  # another process sweeps too
                 if file.stat().st_mtime <= long_ago:
-                    file.unlink()
+                    _delete(file)
 
     def clear(self) -> None:
         """Remove this process's own; in a forked child they are its parent's."""
         if os.getpid() == self._process:
-            self._remove(f"*-{self._mine}.tar")
+            self._remove(f"*-{self._mine}*")
 
     def _remove(self, pattern: str) -> None:
         for file in self._place.glob(pattern):
-            file.unlink(missing_ok=True)
+            _delete(file)
+
+
+def _delete(place: Path) -> None:
+    if place.is_dir():
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        place.unlink(missing_ok=True)
 
 
 def _digest(directory: Path) -> str:

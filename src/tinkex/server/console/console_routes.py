@@ -16,6 +16,7 @@ from tinkex.server.console.change_pages import RunChanges
 from tinkex.server.console.checkpoint_pages import CheckpointChanges, CheckpointPages
 from tinkex.server.console.console_data import ConsoleData
 from tinkex.server.console.event_pages import LiveStreams
+from tinkex.server.console.export_pages import ExportPages
 from tinkex.server.console.live_service import LiveService
 from tinkex.server.console.now_page import NowPage
 from tinkex.server.console.playground import Playground
@@ -59,6 +60,7 @@ def server_console(gateway: Gateway, secret: bytes) -> list[Route]:
     RunChanges(site, service)
     CheckpointPages(site, data)
     CheckpointChanges(site, service)
+    ExportPages(site, data, service)
     NowPage(site, service, gateway.metrics, streams)
     RolloutPages(site, data, texts, service.config.keep_rollouts)
     Playground(site, service, texts, streams)

@@ -23,7 +23,7 @@ from urllib.parse import parse_qsl, quote
 import orjson
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tinkex.engine.protocol import EngineError
@@ -157,7 +157,7 @@ class ConsoleSite:
         sizes: what they request has no cookie.
         """
         accepted = request.headers.get("accept-encoding", "")
-        if isinstance(response, StreamingResponse) or len(response.body) < BIG or not accepted:
+        if isinstance(response, StreamingResponse | FileResponse) or len(response.body) < BIG or not accepted:
             return
         encoding, body = await self.compressed(bytes(response.body), accepted)
         if encoding:
