@@ -131,6 +131,39 @@ def test_the_list_of_runs_is_searched_as_one_types(tab: Tab, trainers: list[Trai
     tab.check()
 
 
+@pytest.mark.parametrize("tab", ["wide"], indirect=True)
+def test_the_list_of_runs_tells_all_of_a_run_and_is_filtered_and_sorted(
+    tab: Tab, server: Serve, trainers: list[Trainer]
+) -> None:
+    page = tab.go("/console/runs")
+    row = page.locator("table.runs tbody tr", has_text="grpo on sentences")
+    expect(row.locator("polyline")).to_be_visible()  # the loss over the steps, from the second on
+    cells = row.locator("td").all_inner_texts()
+    model, steps, tokens, loss, activity, owner, seconds = cells[2:]
+    assert model == (REAL.name if PICTURED else MODEL)
+    assert min(int(steps), float(tokens.rstrip("k"))) > 0
+    assert float(loss) == float(loss), "a number"
+    assert "just now" in activity or "ago" in activity
+    assert owner == page.locator(".who span").inner_text()
+    assert re.fullmatch(r"[\d.]+ (ms|s|min|h)", seconds), seconds
+    expect(row.locator(".tag")).to_have_text("rl")
+    names = page.locator("table.runs tbody th a:first-child")
+    for turn, way in (("descending", -1), ("ascending", 1)):
+        page.click("thead >> text=Run")
+        expect(page.locator("thead th[aria-sort]")).to_have_attribute("aria-sort", turn)
+        shown = names.all_inner_texts()
+        assert shown == sorted(shown, reverse=way < 0), turn
+    page.select_option("[name=state]", "running")
+    expect(names).to_have_count(2)
+    page.select_option("[name=state]", "failed")
+    page.wait_for_selector("text=No run matches")
+    page.select_option("[name=state]", "")
+    row.locator(".tag").click()
+    expect(page.locator("input[name=tag]")).to_have_value("rl")
+    expect(row).to_have_count(1)
+    tab.check()
+
+
 def test_a_runs_curves_grow_while_it_is_watched(tab: Tab, trainers: list[Trainer]) -> None:
     run = trainers[0].run
     page = tab.go(f"/console/runs/{run.model_id}")
@@ -138,8 +171,16 @@ def test_a_runs_curves_grow_while_it_is_watched(tab: Tab, trainers: list[Trainer
     page.wait_for_selector("text=live")
     page.wait_for_selector("figcaption >> text=Tokens per second")  # from the second step on
     titles = page.locator("figcaption").all_inner_texts()
-    for wanted in ("Loss", "reward", "KL sampler", "Entropy", "Gradient norm", "Learning rate", "Tokens per"):
+    known = ("Loss", "reward", "KL sampler", "Entropy", "Gradient norm", "Learning rate", "Tokens per")
+    for wanted in (*known, "Time of a step"):
         assert any(title.startswith(wanted) for title in titles), (wanted, titles)
+    split = page.locator("figure", has=page.locator("figcaption", has_text="Time of a step"))
+    expect(split.locator(".legend")).to_contain_text(re.compile("computing.*waiting.*publishing"))
+    assert page.locator("#state .timeline rect").count() > 3
+    expect(page.locator("#state .timeline title").first).to_have_text(re.compile(r"^\w+( \d+)?: [\d.]+ m?s"))
+    facts = page.locator("section.card", has=page.locator("h2", has_text="Configuration"))
+    expect(facts.locator("tr", has_text="LoRA rank")).to_contain_text("4")
+    expect(facts.locator("tr", has_text="Learning rate")).to_contain_text("0.0001")
     steps = page.locator("#state dd").first
     before = int(steps.inner_text())
     reward = page.locator("figcaption", has_text=REWARD).locator(".faint")
