@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
@@ -20,6 +22,7 @@ from tinkex.service import run_series
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 KEY = "tml-alice"
+SHOTS = os.environ.get("TINKEX_SCREENSHOTS")  # where pictures for the documentation go, if anywhere
 STEPS = range(101)
 CURVE = [10 ** (step / 25) for step in STEPS]  # 1 to 10,000; 100 in the middle
 
@@ -238,6 +241,8 @@ def test_two_hundred_runs_are_overlaid_and_told_apart_by_the_pointer(
         assert float(said[2]) == pytest.approx(int(said[1]), abs=2), "its loss has fallen to its number"
         told.add(said[1])
     assert len(told) == 3
+    if SHOTS:
+        page.screenshot(path=Path(SHOTS) / "compare-many-wide.png")
     with page.expect_response(lambda r: "low=" in r.url and "first=192" in r.url):
         page.get_by_role("button", name="Zoom in").click()
     assert "low=" in page.url
