@@ -1,6 +1,9 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """The backward of `delta_kernels`: it recomputes the forward from the saved results of the projections.
 
+It does so in chunks, whose tokens depend on each other through a triangular system: `_pairs` inverts it, then
+`_scan` walks over the chunks. What tensor cores multiply is rounded to the model's dtype, the state too.
+
 With o a token's result, n what it adds to the state, and r the right side of its chunk's triangular system,
 the gradient to the running sum of the decays is o·∂o − v·∂v, and that to the chunk's last one also has
 ⟨S, ∂S⟩ of the state after it; the gradient to β is n·∂r / β. The first two nearly cancel over a chunk, so o
@@ -11,7 +14,7 @@ Shapes: as in `delta_kernels`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,14 +26,148 @@ from tinkex.engine.cuda import delta_kernels as kernel
 from tinkex.engine.cuda.delta_kernels import (
     ChunkLayout,
     DeltaWeights,
-    ScanTile,
+    Prepared,
     channels_of,
     chunk_at,
     convolved,
-    decay_between,
-    heads_of,
+    softplus,
 )
 from tinkex.engine.cuda.launch import PDL, cdiv, launched, load, load_fp32, power_of_2, wait_for_previous
+
+
+# -- the forward in chunks -----------------------------------------------------------------------------
+
+
+@launched
+@triton.jit(do_not_specialize=["chunks", "T"])
+def _decays(
+    rates, a_log, dt_bias, decayed, cells, chunks, T, stride,
+    H: tl.constexpr, C: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Running sums of the logarithms of the decays in each chunk: [H, T]."""
+    wait_for_previous()
+    first, count, _, _, _ = chunk_at(cells, chunks, tl.program_id(0), C)
+    t, h = tl.arange(0, C), tl.arange(0, BLOCK_H)
+    have = (t < count)[:, None] & (h < H)[None, :]
+    place = rates + (first + t)[:, None] * stride + h[None, :]
+    slope = -tl.exp(load_fp32(a_log + h, h < H))
+    step = softplus(load_fp32(place + H, have) + load_fp32(dt_bias + h, h < H)[None, :])
+    g = tl.where(have, slope[None, :] * step, 0.0)
+    to = h.to(tl.int64)[None, :] * T + (first + t)[:, None]
+    tl.store(decayed + to, tl.cumsum(g, 0), mask=have)
+
+
+@triton.jit
+def heads_of(qkv, first, t, count, head, WHICH: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
+             D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """q (WHICH 0) or k (1) of a key head: [C, D]."""
+    d = tl.arange(0, BLOCK_D)
+    place = qkv + (first + t)[:, None] * (2 * K * D + H * V) + (WHICH * K + head) * D + d[None, :]
+    return load(place, (t < count)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def decay_between(decayed, t, count):
+    """e^(sum of the decays after token j up to token i), 0 for j > i."""
+    seen = (t[:, None] >= t[None, :]) & (t < count)[:, None]
+    return tl.exp(tl.where(seen, decayed[:, None] - decayed[None, :], float("-inf")))
+
+
+@triton.jit
+def inverse(a, C: tl.constexpr):
+    """(I + a)⁻¹ of a strictly lower triangular matrix [C, C], C = 64.
+
+    Blocks of 16 on the diagonal by substitution. With B their inverse and L what is below them,
+    (I + a)⁻¹ = (I + X)⁻¹·B, X = B·L, and X⁴ = 0.
+    """
+    tl.static_assert(C == 64)
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    same = (i // 16) == (j // 16)
+    inside = tl.where(same, a, 0.0)
+    turned = tl.trans(inside)
+    b = tl.where(i == j, 1.0, 0.0)
+    for row in range(1, 16):  # of all blocks at once: tensors of single blocks do not fit in registers
+        of_row = tl.sum(tl.where(j % 16 == row, turned, 0.0), 1)
+        solved = -tl.sum(of_row[:, None] * b, 0)
+        b = tl.where((i % 16 == row) & (j % 16 < row) & same, solved[None, :], b)
+    x = tl.dot(b, a - inside, input_precision="tf32x3")
+    y = b + tl.dot(tl.dot(x, x, input_precision="tf32x3"), b, input_precision="tf32x3")
+    return y - tl.dot(x, y, input_precision="tf32x3")
+
+
+@launched
+@triton.jit(do_not_specialize=["chunks", "T"])
+def _pairs(
+    qkv, decayed, beta, solve, seen, cells, chunks, T,
+    K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk and a value head: the inverse of its system, and what each query sees of each token."""
+    wait_for_previous()
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    first, count, _, _, _ = chunk_at(cells, chunks, chunk, C)
+    t = tl.arange(0, C)
+    dtype = qkv.dtype.element_ty
+    if count > 0:
+        q = heads_of(qkv, first, t, count, head // (H // K), 0, K, H, D, V, BLOCK_D)
+        k = heads_of(qkv, first, t, count, head // (H // K), 1, K, H, D, V, BLOCK_D)
+        row = head.to(tl.int64) * T + first + t
+        between = decay_between(load(decayed + row, t < count), t, count)
+        system = tl.dot(k, tl.trans(k)) * between * load(beta + row, t < count)[:, None]
+        place = ((chunk.to(tl.int64) * H + head) * C + t)[:, None] * C + t[None, :]
+        tl.store(seen + place, (tl.dot(q, tl.trans(k)) * between).to(dtype))
+        system = tl.where(t[:, None] > t[None, :], system, 0.0)
+        tl.store(solve + place, inverse(system, C).to(dtype))
+
+
+@launched
+@triton.jit(do_not_specialize=["sequences", "T"])
+def _scan(
+    qkv, decayed, beta, solve, seen, o, held, news, cells, sequences, T,
+    K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Walk over the chunks of a sequence with some columns of one head's state.
+
+    The states at the chunks' starts go to `held` [N, H, D, V], what tokens add to them to `news` [T, H, V],
+    and the result to `o`.
+    """
+    wait_for_previous()
+    block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, count = tl.load(cells + sequence).to(tl.int64), tl.load(cells + sequences + sequence)
+    chunk = tl.load(cells + 2 * sequences + sequence).to(tl.int64)
+    F: tl.constexpr = 2 * K * D + H * V
+    t, d, c = tl.arange(0, C), tl.arange(0, BLOCK_D), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    dtype = qkv.dtype.element_ty
+    have_c = c < V
+    have_s, at_s = (d < D)[:, None] & have_c[None, :], d[:, None] * V + c[None, :]
+    state = tl.zeros((BLOCK_D, BLOCK_V), tl.float32)
+    for at in tl.range(0, count, C, num_stages=STAGES):
+        left, row = count - at, first + at + t
+        q = heads_of(qkv, first + at, t, left, head // (H // K), 0, K, H, D, V, BLOCK_D)
+        k = heads_of(qkv, first + at, t, left, head // (H // K), 1, K, H, D, V, BLOCK_D)
+        have_v = (t < left)[:, None] & have_c[None, :]
+        v = load_fp32(qkv + row[:, None] * F + 2 * K * D + head * V + c[None, :], have_v)
+        of_head = head.to(tl.int64) * T + row
+        g, b = load(decayed + of_head, t < left), load(beta + of_head, t < left)
+        end = tl.load(decayed + head.to(tl.int64) * T + first + tl.minimum(at + C, count) - 1)
+        pair = ((chunk * H + head) * C + t)[:, None] * C + t[None, :]
+        rounded = state.to(dtype)
+        tl.store(held + (chunk * H + head) * D * V + at_s, rounded, mask=have_s)
+        grown = tl.exp(g)[:, None]
+        right = b[:, None] * (v - grown * tl.dot(k, rounded))
+        new = tl.dot(tl.load(solve + pair), right.to(dtype))
+        added = new.to(dtype)
+        to = (row * H + head)[:, None] * V + c[None, :]
+        tl.store(news + to, added, mask=have_v)
+        out = tl.dot(tl.load(seen + pair), added, grown * tl.dot(q, rounded))
+        tl.store(o + to, out, mask=have_v)
+        faded = new * tl.exp(end - g)[:, None]
+        state = tl.dot(tl.trans(k), faded.to(dtype), state * tl.exp(end))
+        chunk += 1
+
+
+# -- the backward --------------------------------------------------------------------------------------
 
 
 @launched
@@ -215,6 +352,58 @@ def _conv_backward(
 # -- launching -----------------------------------------------------------------------------------------
 
 
+class ChunkInputs(NamedTuple):
+    """What the walks over the chunks read."""
+
+    qkv: Tensor  # [T, F]: q and k as units, v
+    decayed: Tensor  # fp32 [H, T]
+    beta: Tensor  # fp32 [H, T]
+    solve: Tensor  # [N, H, C, C]
+    seen: Tensor  # [N, H, C, C]
+
+
+class ScanTile(NamedTuple):
+    """As measured on an H200."""
+
+    columns: int = 32  # of a state
+    warps: int = 4
+    stages: int = 2
+
+
+def chunk_inputs(
+    prepared: Prepared, rates: Tensor, weights: DeltaWeights, layout: ChunkLayout
+) -> ChunkInputs:
+    (qkv, (_, beta)), h, tokens, cells = prepared, weights.config.value_heads, len(rates), layout.chunks
+    chunks = cells.shape[1]
+    decayed, (solve, seen) = torch.empty_like(beta), qkv.new_empty(2, chunks, h, kernel.CHUNK, kernel.CHUNK)
+    _decays[(chunks,)](
+        rates, weights.a_log, weights.dt_bias, decayed, cells, chunks, tokens, rates.stride(0),
+        H=h, C=kernel.CHUNK, BLOCK_H=max(16, power_of_2(h)), num_warps=4, **PDL,
+    )  # fmt: skip
+    _pairs[(chunks, h)](
+        qkv, decayed, beta, solve, seen, cells, chunks, tokens, **weights.sizes, **weights.blocks,
+        num_warps=4, **PDL,
+    )  # fmt: skip
+    return ChunkInputs(qkv, decayed, beta, solve, seen)
+
+
+def scan(
+    inputs: ChunkInputs, weights: DeltaWeights, layout: ChunkLayout, tile: ScanTile = ScanTile()
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o_THV in fp32, the states at the chunks' starts, and what the tokens add to them."""
+    c, cells, qkv = weights.config, layout.sequences, inputs.qkv
+    tokens, sequences, chunks = len(qkv), cells.shape[1], len(inputs.solve)
+    o = torch.empty(tokens, c.value_heads, c.value_dim, dtype=torch.float32, device=qkv.device)
+    held = qkv.new_empty(chunks, c.value_heads, c.key_dim, c.value_dim)
+    news = torch.empty_like(o, dtype=qkv.dtype)
+    block = min(tile.columns, weights.blocks["BLOCK_V"])
+    _scan[(cdiv(c.value_dim, block), c.value_heads, sequences)](
+        *inputs, o, held, news, cells, sequences, tokens, **weights.sizes,
+        BLOCK_D=weights.blocks["BLOCK_D"], BLOCK_V=block, STAGES=tile.stages, num_warps=tile.warps, **PDL,
+    )  # fmt: skip
+    return o, held, news
+
+
 def backward(
     grad: Tensor, qkvz: Tensor, rates: Tensor, weights: DeltaWeights, layout: ChunkLayout,
     tile: ScanTile = ScanTile(), pairs: tuple[int, int] = (32, 8),
@@ -225,8 +414,8 @@ def backward(
     """
     c, (tokens, width), sizes = weights.config, qkvz.shape, weights.sizes
     h, v, chunks = c.value_heads, c.value_dim, layout.chunks.shape[1]
-    prepared = kernel.prepare(qkvz, rates, weights, layout, None)
-    o, held, news = kernel.scan(prepared, weights, layout, None, store=True)
+    prepared = chunk_inputs(kernel.prepare(qkvz, rates, weights, layout, None), rates, weights, layout)
+    o, held, news = scan(prepared, weights, layout)
     grad_qkvz, grad_rates = torch.empty_like(qkvz), torch.empty_like(rates)
     grad_o, grad_right, grad_ends = torch.empty_like(news), torch.empty_like(o), torch.empty_like(held)
     z, grad_z, rows = qkvz[:, c.channels :], grad_qkvz[:, c.channels :], 16

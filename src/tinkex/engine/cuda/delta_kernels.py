@@ -1,10 +1,10 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""The gated delta net over packed sequences, in chunks, and one token of each sequence in place.
+"""The gated delta net over packed sequences, and over one token of each sequence in place.
 
 Computes what `models.delta_net.DeltaNet.mixed` does: the short convolution, unit norms, the delta rule, and
-the gated norm. Sums and states are fp32; q, k, v and what tensor cores multiply are rounded to the model's
-dtype. A chunk's tokens depend on each other through a triangular system: `_pairs` inverts it, then `_scan`
-walks over the chunks. `delta_gradients` is the backward.
+the gated norm. q, k, v and the result before the norm are rounded to the model's dtype; sums and states are
+fp32. `_walk` goes token by token. All sums have one order for any number of tokens, and nothing is contracted
+(`EXACT`): training, prefill and decode are bitwise identical. `delta_gradients` is the backward, in chunks.
 
 Shapes: T tokens, N chunks, C tokens of a chunk, B sequences, H value heads, K key heads, D key dim,
 V value dim, F conv channels, W conv width.
@@ -21,13 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.cuda.elementwise import sum_loaded_rows
 from tinkex.engine.cuda.launch import PDL, cdiv, launched, load, load_fp32, power_of_2, wait_for_previous
 from tinkex.engine.torch.device_copies import all_to_device
 from tinkex.engine.torch.models.architecture import DeltaConfig
 
 CHUNK = 64  # tokens
 _CHANNELS = 1024  # of one program of `_keep`
-PAIRS_WARPS = 4
+_ROWS = 32  # of a tile of a state
+_EACH = 8  # columns of a state that a warp has in a tile
+_BUSY = 4096  # warps of `_walk` from which on one may have several tiles of columns
+EXACT = {"enable_fp_fusion": False}  # else each kernel of a sum may contract other products and additions
 
 
 class ChunkLayout(NamedTuple):
@@ -105,24 +109,14 @@ def softplus(x):
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
-@launched
-@triton.jit(do_not_specialize=["chunks", "T"])
-def _rates(
-    rates, a_log, dt_bias, decayed, beta, cells, chunks, T, stride,
-    H: tl.constexpr, C: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Running sums of the decays in each chunk, and the rates β: [H, T] both."""
-    wait_for_previous()
-    first, count, _, _, _ = chunk_at(cells, chunks, tl.program_id(0), C)
-    t, h = tl.arange(0, C), tl.arange(0, BLOCK_H)
-    have = (t < count)[:, None] & (h < H)[None, :]
-    place = rates + (first + t)[:, None] * stride + h[None, :]
-    slope = -tl.exp(load_fp32(a_log + h, h < H))
-    step = softplus(load_fp32(place + H, have) + load_fp32(dt_bias + h, h < H)[None, :])
-    g = tl.where(have, slope[None, :] * step, 0.0)
-    to = h.to(tl.int64)[None, :] * T + (first + t)[:, None]
-    tl.store(decayed + to, tl.cumsum(g, 0), mask=have)
-    tl.store(beta + to, tl.sigmoid(load_fp32(place, have)), mask=have)
+@triton.jit
+def _factors(factors, rates, a_log, dt_bias, row, have, head, T, stride, H: tl.constexpr):
+    """Store what a head's tokens multiply the state with, and their rates β: [2, H, T]."""
+    place, to = rates + row * stride + head, factors + head.to(tl.int64) * T + row
+    slope, bias = -tl.exp(tl.load(a_log + head).to(tl.float32)), tl.load(dt_bias + head).to(tl.float32)
+    decay = tl.exp(slope * softplus(load_fp32(place + H, have) + bias))
+    tl.store(to, decay, mask=have)
+    tl.store(to + tl.cast(H, tl.int64) * T, tl.sigmoid(load_fp32(place, have)), mask=have)
 
 
 @triton.jit
@@ -149,18 +143,28 @@ def convolved(
         x = load_fp32(u + (first + at)[:, None] * stride_u + channel[None, :], have & inside)
         if STATES:
             x += load(inputs + (before + at + W - 1)[:, None] * F + channel[None, :], have & ~inside)
-        total += x * load_fp32(conv + channel * W + i, have_c)[None, :]
+        total = tl.fma(x, load_fp32(conv + channel * W + i, have_c)[None, :] + tl.zeros_like(x), total)
     return total, have
 
 
+@triton.jit
+def _activated(y, head, is_key, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """silu and, of q and k, the unit norm."""
+    y = y * tl.sigmoid(y)
+    if is_key:
+        along = sum_loaded_rows(y * y, ROWS, BLOCK)
+        y = y * (tl.rsqrt(along + 1e-6) * tl.where(head < K, D**-0.5, 1.0))[:, None]
+    return y
+
+
 @launched
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=["chunks", "T"])
 def _prepare(
-    u, conv, inputs, qkv, cells, chunks, slots, stride_u, stride_slot,
-    W: tl.constexpr, STATES: tl.constexpr,
+    u, rates, conv, a_log, dt_bias, inputs, qkv, factors, cells, chunks, slots, T,
+    stride_u, stride_rates, stride_slot, W: tl.constexpr, STATES: tl.constexpr,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of q, k or v of a chunk: convolution, silu and, of q and k, the unit norm."""
+    """One head of q, k or v of a chunk: convolution, silu and, of q and k, the unit norm, of v the rates."""
     wait_for_previous()
     F: tl.constexpr = 2 * K * D + H * V
     first, count, before, _, sequence = chunk_at(cells, chunks, tl.program_id(0), C)
@@ -169,10 +173,10 @@ def _prepare(
     if STATES:
         inputs += tl.maximum(tl.load(slots + sequence), 0).to(tl.int64) * stride_slot
     y, have = convolved(u, conv, inputs, first, before, count, t, channel, have_c, stride_u, F, W, STATES)
-    y = y * tl.sigmoid(y)
-    if is_key:
-        y *= tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None] * tl.where(head < K, D**-0.5, 1.0)
+    y = _activated(y, head, is_key, K, D, C, BLOCK)
     tl.store(qkv + (first + t)[:, None] * F + channel[None, :], y, mask=have)
+    if head >= 2 * K:
+        _factors(factors, rates, a_log, dt_bias, first + t, t < count, head - 2 * K, T, stride_rates, H)
 
 
 @launched
@@ -197,126 +201,139 @@ def _keep(
             tl.store(inputs + i * F + c, new + old, mask=c < F)
 
 
-# -- the delta rule in chunks --------------------------------------------------------------------------
+# -- the delta rule ------------------------------------------------------------------------------------
 
 
 @triton.jit
-def heads_of(qkv, first, t, count, head, WHICH: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
-             D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """q (WHICH 0) or k (1) of a key head: [C, D]."""
-    d = tl.arange(0, BLOCK_D)
-    place = qkv + (first + t)[:, None] * (2 * K * D + H * V) + (WHICH * K + head) * D + d[None, :]
-    return load(place, (t < count)[:, None] & (d < D)[None, :])
+def _down(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Column sums in an order that does not depend on the layout in threads: neighbours first."""
+    x = tl.sum(tl.reshape(x, (ROWS // 2, 2, COLUMNS)), 1)
+    if ROWS > 2:
+        return _down(x, ROWS // 2, COLUMNS)
+    else:
+        return tl.reshape(x, (COLUMNS,))
 
 
 @triton.jit
-def decay_between(decayed, t, count):
-    """e^(sum of the decays after token j up to token i), 0 for j > i."""
-    seen = (t[:, None] >= t[None, :]) & (t < count)[:, None]
-    return tl.exp(tl.where(seen, decayed[:, None] - decayed[None, :], float("-inf")))
+def _along(states, x, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Stateᵀ · x of COLUMNS columns, both in PARTS tiles of ROWS: parts first, then within them."""
+    total = states[0] * x[0]
+    for i in tl.static_range(1, PARTS):
+        total = tl.fma(states[i], x[i], total)
+    return _down(total, ROWS, COLUMNS)
 
 
 @triton.jit
-def inverse(a, C: tl.constexpr):
-    """(I + a)⁻¹ of a strictly lower triangular matrix [C, C], C = 64.
-
-    Blocks of 16 on the diagonal by substitution. With B their inverse and L what is below them,
-    (I + a)⁻¹ = (I + X)⁻¹·B, X = B·L, and X⁴ = 0.
-    """
-    tl.static_assert(C == 64)
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    same = (i // 16) == (j // 16)
-    inside = tl.where(same, a, 0.0)
-    turned = tl.trans(inside)
-    b = tl.where(i == j, 1.0, 0.0)
-    for row in range(1, 16):  # of all blocks at once: tensors of single blocks do not fit in registers
-        of_row = tl.sum(tl.where(j % 16 == row, turned, 0.0), 1)
-        solved = -tl.sum(of_row[:, None] * b, 0)
-        b = tl.where((i % 16 == row) & (j % 16 < row) & same, solved[None, :], b)
-    x = tl.dot(b, a - inside, input_precision="tf32x3")
-    y = b + tl.dot(tl.dot(x, x, input_precision="tf32x3"), b, input_precision="tf32x3")
-    return y - tl.dot(x, y, input_precision="tf32x3")
+def _parts_at(place, d, D: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """q or k of a token in PARTS tiles, the same in each column: no thread needs another's."""
+    tiles = ()
+    for i in tl.static_range(PARTS):
+        at = d[:, None] + (i * ROWS + tl.zeros((ROWS, COLUMNS), tl.int32))
+        if D == PARTS * ROWS:
+            tiles += (tl.load(place + at),)
+        else:
+            tiles += (load(place + at, at < D),)
+    return tiles
 
 
-@launched
-@triton.jit(do_not_specialize=["chunks", "T"])
-def _pairs(
-    qkv, decayed, beta, solve, seen, cells, chunks, T,
-    K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+@triton.jit
+def _token_at(
+    qkv, factors, row, head, c, d, T, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    GROUPS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk and a value head: the inverse of its system, and what each query sees of each token."""
-    wait_for_previous()
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    first, count, _, _, _ = chunk_at(cells, chunks, chunk, C)
-    t = tl.arange(0, C)
-    dtype = qkv.dtype.element_ty
-    if count > 0:
-        q = heads_of(qkv, first, t, count, head // (H // K), 0, K, H, D, V, BLOCK_D)
-        k = heads_of(qkv, first, t, count, head // (H // K), 1, K, H, D, V, BLOCK_D)
-        row = head.to(tl.int64) * T + first + t
-        between = decay_between(load(decayed + row, t < count), t, count)
-        system = tl.dot(k, tl.trans(k)) * between * load(beta + row, t < count)[:, None]
-        place = ((chunk.to(tl.int64) * H + head) * C + t)[:, None] * C + t[None, :]
-        tl.store(seen + place, (tl.dot(q, tl.trans(k)) * between).to(dtype))
-        system = tl.where(t[:, None] > t[None, :], system, 0.0)
-        tl.store(solve + place, inverse(system, C).to(dtype))
+    """What a token needs: q, k and v of a head in tiles, its factor and its rate."""
+    at = qkv + row * (2 * K * D + H * V)
+    q = _parts_at(at + head // (H // K) * D, d, D, PARTS, ROWS, COLUMNS)
+    k = _parts_at(at + (K + head // (H // K)) * D, d, D, PARTS, ROWS, COLUMNS)
+    v = ()
+    for g in tl.static_range(GROUPS):
+        v += (load(at + 2 * K * D + head * V + g * COLUMNS + c, g * COLUMNS + c < V),)
+    of_head = factors + head.to(tl.int64) * T + row
+    return q, k, v, tl.load(of_head), tl.load(of_head + tl.cast(H, tl.int64) * T)
+
+
+@triton.jit
+def _go_on(
+    states, token, GROUPS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The state after a token, and the token's result: of each of GROUPS tiles of columns."""
+    q, k, v, decay, beta = token
+    wide_q, wide_k, after, results = (), (), (), ()
+    for i in tl.static_range(PARTS):
+        wide_q += (q[i].to(tl.float32),)
+        wide_k += (k[i].to(tl.float32),)
+    for g in tl.static_range(GROUPS):
+        faded, grown = (), ()
+        for i in tl.static_range(PARTS):
+            faded += (states[g * PARTS + i] * decay,)
+        new = beta * (v[g].to(tl.float32) - _along(faded, wide_k, PARTS, ROWS, COLUMNS))
+        new = tl.broadcast_to(new[None, :], ROWS, COLUMNS)
+        for i in tl.static_range(PARTS):
+            grown += (tl.fma(wide_k[i], new, faded[i]),)
+        results += (_along(grown, wide_q, PARTS, ROWS, COLUMNS),)
+        after += grown
+    return after, results
 
 
 @launched
 @triton.jit(do_not_specialize=["sequences", "T"])
-def _scan(
-    qkv, decayed, beta, solve, seen, o, matrices, held, news, cells, sequences, slots, T, stride_slot,
-    STATES: tl.constexpr, STORE: tl.constexpr,
-    K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+def _walk(
+    qkv, factors, o, matrices, cells, sequences, slots, T, stride_slot,
+    STATES: tl.constexpr, ONE: tl.constexpr,
+    K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    GROUPS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the chunks of a sequence with some columns of one head's state.
+    """The delta rule, token by token, in GROUPS · COLUMNS columns of a head's state of one sequence.
 
-    STATES: it starts from its slot's and is left there. STORE: the states at the chunks' starts go to `held`
-    [N, H, D, V] and what tokens add to them to `news` [T, H, V], for the backward.
+    Columns do not depend on each other. A warp has eight of a tile, so that its sums over rows need no other
+    warp. The next token is loaded while one is computed. STATES: the state starts from its slot's and is left
+    there. ONE: a sequence is one row; without a slot its result is zeros.
     """
     wait_for_previous()
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, count = tl.load(cells + sequence).to(tl.int64), tl.load(cells + sequences + sequence)
-    chunk = tl.load(cells + 2 * sequences + sequence).to(tl.int64)
-    F: tl.constexpr = 2 * K * D + H * V
-    t, d, c = tl.arange(0, C), tl.arange(0, BLOCK_D), block * BLOCK_V + tl.arange(0, BLOCK_V)
-    dtype = qkv.dtype.element_ty
-    have_c = c < V
-    have_s, at_s = (d < D)[:, None] & have_c[None, :], d[:, None] * V + c[None, :]
-    state = tl.zeros((BLOCK_D, BLOCK_V), tl.float32)
+    d, c = tl.arange(0, ROWS), block * (GROUPS * COLUMNS) + tl.arange(0, COLUMNS)
+    slot = tl.full((), 0, tl.int64)
     if STATES:
         slot = tl.load(slots + sequence).to(tl.int64)
-        matrices += tl.maximum(slot, 0) * stride_slot + head * D * V
-        state = load(matrices + at_s, have_s & (count > 0))
-    for at in tl.range(0, count, C, num_stages=STAGES):
-        left, row = count - at, first + at + t
-        q = heads_of(qkv, first + at, t, left, head // (H // K), 0, K, H, D, V, BLOCK_D)
-        k = heads_of(qkv, first + at, t, left, head // (H // K), 1, K, H, D, V, BLOCK_D)
-        have_v = (t < left)[:, None] & have_c[None, :]
-        v = load_fp32(qkv + row[:, None] * F + 2 * K * D + head * V + c[None, :], have_v)
-        of_head = head.to(tl.int64) * T + row
-        g, b = load(decayed + of_head, t < left), load(beta + of_head, t < left)
-        end = tl.load(decayed + head.to(tl.int64) * T + first + tl.minimum(at + C, count) - 1)
-        pair = ((chunk * H + head) * C + t)[:, None] * C + t[None, :]
-        rounded = state.to(dtype)
-        if STORE:
-            tl.store(held + (chunk * H + head) * D * V + at_s, rounded, mask=have_s)
-        grown = tl.exp(g)[:, None]
-        right = b[:, None] * (v - grown * tl.dot(k, rounded))
-        new = tl.dot(tl.load(solve + pair), right.to(dtype))
-        added = new.to(dtype)
-        to = (row * H + head)[:, None] * V + c[None, :]
-        if STORE:
-            tl.store(news + to, added, mask=have_v)
-        out = tl.dot(tl.load(seen + pair), added, grown * tl.dot(q, rounded))
-        tl.store(o + to, out, mask=have_v)
-        faded = new * tl.exp(end - g)[:, None]
-        state = tl.dot(tl.trans(k), faded.to(dtype), state * tl.exp(end))
-        chunk += 1
-    if STATES:
-        tl.store(matrices + at_s, state, mask=have_s & (count > 0) & (slot >= 0))
+    if ONE:
+        first, count = sequence.to(tl.int64), 1
+    else:
+        first, count = tl.load(cells + sequence).to(tl.int64), tl.load(cells + sequences + sequence)
+    if count > 0:
+        states = ()
+        if STATES:
+            matrices += tl.maximum(slot, 0) * stride_slot + head * D * V
+        for g in tl.static_range(GROUPS):
+            for i in tl.static_range(PARTS):
+                if STATES:
+                    at_d, at_c = i * ROWS + d[:, None], g * COLUMNS + c[None, :]
+                    states += (load(matrices + at_d * V + at_c, (at_d < D) & (at_c < V) & (slot >= 0)),)
+                else:
+                    states += (tl.zeros((ROWS, COLUMNS), tl.float32),)
+        token = _token_at(qkv, factors, first, head, c, d, T, K, H, D, V, GROUPS, PARTS, ROWS, COLUMNS)
+        if ONE:
+            states, results = _go_on(states, token, GROUPS, PARTS, ROWS, COLUMNS)
+            for g in tl.static_range(GROUPS):
+                result = tl.where(slot >= 0, results[g], 0.0)
+                tl.store(o + (first * H + head) * V + g * COLUMNS + c, result, mask=g * COLUMNS + c < V)
+        else:
+            for at in range(count):
+                row = first + at
+                ahead = _token_at(
+                    qkv, factors, first + tl.minimum(at + 1, count - 1), head, c, d, T,
+                    K, H, D, V, GROUPS, PARTS, ROWS, COLUMNS,
+                )  # fmt: skip
+                states, results = _go_on(states, token, GROUPS, PARTS, ROWS, COLUMNS)
+                for g in tl.static_range(GROUPS):
+                    to = o + (row * H + head) * V + g * COLUMNS + c
+                    tl.store(to, results[g], mask=g * COLUMNS + c < V)
+                token = ahead
+        if STATES:
+            for g in tl.static_range(GROUPS):
+                for i in tl.static_range(PARTS):
+                    at_d, at_c = i * ROWS + d[:, None], g * COLUMNS + c[None, :]
+                    have = (at_d < D) & (at_c < V) & (slot >= 0)
+                    tl.store(matrices + at_d * V + at_c, states[g * PARTS + i], mask=have)
 
 
 @launched
@@ -333,7 +350,8 @@ def _gate(
     place = (row * H + head)[:, None] * V + c[None, :]
     x = load_fp32(o + place, have)
     gate = load_fp32(z + row[:, None] * stride_z + head * V + c[None, :], have)
-    x *= tl.rsqrt(tl.sum(x * x, 1) / V + eps)[:, None] * load_fp32(norm + c, c < V)[None, :]
+    along = sum_loaded_rows(x * x, BLOCK_T, BLOCK_V)
+    x *= tl.rsqrt(along / V + eps)[:, None] * load_fp32(norm + c, c < V)[None, :]
     tl.store(out + place, x * gate * tl.sigmoid(gate), mask=have)
 
 
@@ -341,9 +359,9 @@ def _gate(
 
 
 @launched
-@triton.jit
-def _conv_step(
-    u, conv, inputs, qkv, slots, stride_u, stride_slot,
+@triton.jit(do_not_specialize=["T"])
+def _prepare_one(
+    u, rates, conv, a_log, dt_bias, inputs, qkv, factors, slots, T, stride_u, stride_rates, stride_slot,
     W: tl.constexpr, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`_prepare` and `_keep` of one token: of a row, the channels of one head."""
@@ -352,135 +370,89 @@ def _conv_step(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel, have, is_key = channels_of(head, K, H, D, V, BLOCK)
     slot = tl.load(slots + row)
+    y, new = tl.zeros((BLOCK,), tl.float32), load_fp32(u + row * stride_u + channel, have)
     if slot >= 0:
         inputs += slot * stride_slot
-        y, new = tl.zeros((BLOCK,), tl.float32), load_fp32(u + row * stride_u + channel, have)
         for i in tl.static_range(W):
             x = new
             if i < W - 1:
                 x = load(inputs + i * F + channel, have)
             if i > 0:
                 tl.store(inputs + (i - 1) * F + channel, x, mask=have)
-            y += x * load_fp32(conv + channel * W + i, have)
-        y = y * tl.sigmoid(y)
-        if is_key:
-            y *= tl.rsqrt(tl.sum(y * y, 0) + 1e-6) * tl.where(head < K, D**-0.5, 1.0)
-        tl.store(qkv + row * F + channel, y, mask=have)
-
-
-@launched
-@triton.jit
-def _step(
-    qkv, rates, z, a_log, dt_bias, norm, matrices, out, slots, eps, stride_rates, stride_z, stride_slot,
-    K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """The delta rule, the norm and the gate of a row's token in one head, whose state changes in place."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    F: tl.constexpr = 2 * K * D + H * V
-    d, c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    have = (d < D)[:, None] & (c < V)[None, :]
-    slope, bias = -tl.exp(tl.load(a_log + head).to(tl.float32)), tl.load(dt_bias + head).to(tl.float32)
-    weight = load_fp32(norm + c, c < V)
-    wait_for_previous()
-    slot = tl.load(slots + row)
-    result = tl.zeros((BLOCK_V,), tl.float32)
-    if slot >= 0:
-        place = matrices + slot * stride_slot + head * D * V + d[:, None] * V + c[None, :]
-        state = load(place, have)
-        beta = tl.sigmoid(tl.load(rates + row * stride_rates + head).to(tl.float32))
-        step = tl.load(rates + row * stride_rates + H + head).to(tl.float32)
-        key = qkv + row * F + head // (H // K) * D + d
-        q, k = load_fp32(key, d < D), load_fp32(key + K * D, d < D)
-        v = load_fp32(qkv + row * F + 2 * K * D + head * V + c, c < V)
-        gate = load_fp32(z + row * stride_z + head * V + c, c < V)
-        state *= tl.exp(slope * softplus(step + bias))
-        new = beta * (v - tl.sum(state * k[:, None], 0))
-        state += k[:, None] * new[None, :]
-        tl.store(place, state, mask=have)
-        o = tl.sum(state * q[:, None], 0).to(out.dtype.element_ty).to(tl.float32)  # rounded as in chunks
-        result = o * tl.rsqrt(tl.sum(o * o, 0) / V + eps) * weight * gate * tl.sigmoid(gate)
-    tl.store(out + (row * H + head) * V + c, result, mask=c < V)
+            y = tl.fma(x, load_fp32(conv + channel * W + i, have), y)
+    y = tl.reshape(_activated(y[None, :], head, is_key, K, D, 1, BLOCK), (BLOCK,))
+    tl.store(qkv + row * F + channel, y, mask=have)
+    if head >= 2 * K:
+        _factors(factors, rates, a_log, dt_bias, row, True, head - 2 * K, T, stride_rates, H)
 
 
 # -- launching -----------------------------------------------------------------------------------------
 
 
-class ChunkInputs(NamedTuple):
-    """What the walk over the chunks reads."""
+class Prepared(NamedTuple):
+    """What the delta rule reads."""
 
     qkv: Tensor  # [T, F]: q and k as units, v
-    decayed: Tensor  # fp32 [H, T]
-    beta: Tensor  # fp32 [H, T]
-    solve: Tensor  # [N, H, C, C]
-    seen: Tensor  # [N, H, C, C]
+    factors: Tensor  # fp32 [2, H, T]: of the state, and β
 
 
-class ScanTile(NamedTuple):
-    """As measured on an H200."""
+class WalkTile(NamedTuple):
+    warps: int
+    groups: int  # tiles of columns that a warp has
 
-    columns: int = 32  # of a state
-    warps: int = 4
-    stages: int = 2
+
+def walk_tile(value_dim: int, heads: int, tokens: int) -> WalkTile:
+    """For so many heads of all sequences, and tokens of all: several groups load q and k once for all of them,
+    which is faster where the device is busy, and slower where it waits for the longest sequence.
+    """
+    tiles = cdiv(value_dim, _EACH)
+    groups = 2 if tiles % 8 == 0 and heads * tiles >= _BUSY and tokens > heads else 1
+    return WalkTile(min(4, power_of_2(cdiv(tiles, groups))), groups)
 
 
 def prepare(
     qkvz: Tensor, rates: Tensor, weights: DeltaWeights, layout: ChunkLayout, states: SlotStates | None
-) -> ChunkInputs:
+) -> Prepared:
     """`qkvz` is [T, F + H·V] and `rates` [T, 2·H], as the projections give them."""
     c, cells, tokens = weights.config, layout.chunks, qkvz.shape[0]
     chunks, h = cells.shape[1], c.value_heads
-    qkv = qkvz.new_empty(tokens, c.channels)
-    decayed, beta = torch.empty(2, h, tokens, dtype=torch.float32, device=qkvz.device)
-    solve, seen = qkvz.new_empty(2, chunks, h, CHUNK, CHUNK)
-    _rates[(chunks,)](
-        rates, weights.a_log, weights.dt_bias, decayed, beta, cells, chunks, tokens, rates.stride(0),
-        H=h, C=CHUNK, BLOCK_H=_block(h), num_warps=4, **PDL,
-    )  # fmt: skip
+    made = _unfilled(qkvz, weights)
     inputs, slots, stride = (qkvz, cells, 0) if states is None else (
         states.inputs, states.slots_B, states.inputs.stride(0))  # fmt: skip
     _prepare[(chunks, 2 * c.key_heads + h)](
-        qkvz, weights.conv, inputs, qkv, cells, chunks, slots, qkvz.stride(0), stride,
-        W=c.conv_width, STATES=states is not None, **weights.sizes, BLOCK=_block(max(c.key_dim, c.value_dim)),
-        num_warps=8, **PDL,
+        qkvz, rates, weights.conv, weights.a_log, weights.dt_bias, inputs, *made, cells, chunks, slots,
+        tokens, qkvz.stride(0), rates.stride(0), stride, W=c.conv_width, STATES=states is not None,
+        **weights.sizes, BLOCK=_block(max(c.key_dim, c.value_dim)), num_warps=8, **EXACT, **PDL,
     )  # fmt: skip
-    _pairs[(chunks, h)](
-        qkv,
-        decayed,
-        beta,
-        solve,
-        seen,
-        cells,
-        chunks,
-        tokens,
-        **weights.sizes,
-        **weights.blocks,
-        num_warps=PAIRS_WARPS,
-        **PDL,
-    )
-    return ChunkInputs(qkv, decayed, beta, solve, seen)
+    return made
 
 
-def scan(
-    prepared: ChunkInputs, weights: DeltaWeights, layout: ChunkLayout, states: SlotStates | None,
-    store: bool = False, tile: ScanTile = ScanTile(),
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """o_THV and, to `store`, the states at the chunks' starts and what the tokens add; then o is fp32."""
-    c, cells, qkv = weights.config, layout.sequences, prepared.qkv
-    tokens, sequences, chunks = qkv.shape[0], cells.shape[1], prepared.solve.shape[0]
-    o = torch.empty(tokens, c.value_heads, c.value_dim, dtype=torch.float32 if store else qkv.dtype,
-                    device=qkv.device)  # fmt: skip
-    held = qkv.new_empty(chunks, c.value_heads, c.key_dim, c.value_dim) if store else o
-    news = torch.empty_like(o, dtype=qkv.dtype) if store else o
-    matrices, slots, stride = (o, cells, 0) if states is None else (
+def _unfilled(qkvz: Tensor, weights: DeltaWeights) -> Prepared:
+    tokens, c = qkvz.shape[0], weights.config
+    factors = torch.empty(2, c.value_heads, tokens, dtype=torch.float32, device=qkvz.device)
+    return Prepared(qkvz.new_empty(tokens, c.channels), factors)
+
+
+def walk(
+    prepared: Prepared, weights: DeltaWeights, sequences: Tensor | None, states: SlotStates | None,
+    tile: WalkTile | None = None,
+) -> Tensor:  # fmt: skip
+    """The delta rule's result, [T, H, V]. Without `sequences` each row is one token of its slot."""
+    (qkv, _), c, sizes = prepared, weights.config, dict[str, Any](weights.sizes)
+    del sizes["C"]
+    tokens, count = len(qkv), len(qkv) if sequences is None else sequences.shape[1]
+    o = qkv.new_empty(tokens, c.value_heads, c.value_dim)
+    matrices, slots, stride = (o, o, 0) if states is None else (
         states.matrices, states.slots_B, states.matrices.stride(0))  # fmt: skip
-    block = min(tile.columns, _block(c.value_dim))
-    _scan[(cdiv(c.value_dim, block), c.value_heads, sequences)](
-        *prepared, o, matrices, held, news, cells, sequences, slots, tokens, stride,
-        STATES=states is not None, STORE=store, **weights.sizes, BLOCK_D=_block(c.key_dim), BLOCK_V=block,
-        STAGES=tile.stages, num_warps=tile.warps, **PDL,
+    tile = tile or walk_tile(c.value_dim, c.value_heads * count, c.value_heads * tokens)
+    columns, block_d = _EACH * tile.warps, _block(c.key_dim)
+    rows = min(_ROWS, block_d)
+    _walk[(cdiv(c.value_dim, tile.groups * columns), c.value_heads, count)](
+        *prepared, o, matrices, slots if sequences is None else sequences, count, slots, tokens, stride,
+        STATES=states is not None, ONE=sequences is None, **sizes, GROUPS=tile.groups, PARTS=block_d // rows,
+        ROWS=rows, COLUMNS=columns, num_warps=tile.warps, **EXACT, **PDL,
     )  # fmt: skip
-    return o, held, news
+    return o
 
 
 def keep_inputs(qkvz: Tensor, weights: DeltaWeights, layout: ChunkLayout, states: SlotStates) -> None:
@@ -498,7 +470,7 @@ def gate(o_THV: Tensor, qkvz: Tensor, weights: DeltaWeights) -> Tensor:
     z, out, rows = qkvz[:, weights.config.channels :], o_THV.new_empty(tokens, h * v), 16
     _gate[(cdiv(tokens, rows), h)](
         o_THV, z, weights.norm, out, weights.eps, tokens, z.stride(0),
-        H=h, V=v, BLOCK_T=rows, BLOCK_V=_block(v), num_warps=4, **PDL,
+        H=h, V=v, BLOCK_T=rows, BLOCK_V=_block(v), num_warps=4, **EXACT, **PDL,
     )  # fmt: skip
     return out
 
@@ -508,25 +480,20 @@ def mixed(
 ) -> Tensor:
     """The layer's result before its last projection, [T, H·V]; states go on from `states`, if given."""
     prepared = prepare(qkvz, rates, weights, layout, states)
-    o = scan(prepared, weights, layout, states)[0]
+    o = walk(prepared, weights, layout.sequences, states)
     if states is not None:
         keep_inputs(qkvz, weights, layout, states)
     return gate(o, qkvz, weights)
 
 
-def step(qkvz: Tensor, rates: Tensor, weights: DeltaWeights, states: SlotStates, warps: int = 8) -> Tensor:
+def step(qkvz: Tensor, rates: Tensor, weights: DeltaWeights, states: SlotStates) -> Tensor:
     """The same of one token of each slot's sequence; a row without a slot gives zeros."""
-    c, rows = weights.config, qkvz.shape[0]
-    qkv, z = qkvz.new_empty(rows, c.channels), qkvz[:, c.channels :]
-    out, sizes = qkvz.new_empty(rows, c.widths[3]), dict[str, Any](weights.sizes)
+    c, rows, sizes = weights.config, qkvz.shape[0], dict[str, Any](weights.sizes)
     del sizes["C"]
-    _conv_step[(rows, 2 * c.key_heads + c.value_heads)](
-        qkvz, weights.conv, states.inputs, qkv, states.slots_B, qkvz.stride(0), states.inputs.stride(0),
-        W=c.conv_width, **sizes, BLOCK=_block(max(c.key_dim, c.value_dim)), num_warps=1, **PDL,
+    made = _unfilled(qkvz, weights)
+    _prepare_one[(rows, 2 * c.key_heads + c.value_heads)](
+        qkvz, rates, weights.conv, weights.a_log, weights.dt_bias, states.inputs, *made, states.slots_B,
+        rows, qkvz.stride(0), rates.stride(0), states.inputs.stride(0), W=c.conv_width, **sizes,
+        BLOCK=_block(max(c.key_dim, c.value_dim)), num_warps=1, **EXACT, **PDL,
     )  # fmt: skip
-    _step[(rows, c.value_heads)](
-        qkv, rates, z, weights.a_log, weights.dt_bias, weights.norm, states.matrices, out, states.slots_B,
-        weights.eps, rates.stride(0), z.stride(0), states.matrices.stride(0),
-        **sizes, **weights.blocks, num_warps=warps, **PDL,
-    )  # fmt: skip
-    return out
+    return gate(walk(made, weights, None, states), qkvz, weights)
