@@ -91,6 +91,7 @@ class SiteAdapters:
     column: int
     in_features: int
     outs: Sequence[int]  # out-features of each part
+    shared_expert: bool = False
 
     @property
     def width(self) -> int:
@@ -104,6 +105,13 @@ class SiteAdapters:
     @cached_property
     def b(self) -> SiteMatrices:
         return SiteMatrices(self.table, self.tiles, self.column + 1, self.outs, 1)
+
+
+def site_adapters(
+    table: AdapterTable, tiles: RowTiles, site: Site, in_features: int, outs: Sequence[int]
+) -> SiteAdapters:
+    shared = site.group in ("shared_gate_up", "shared_down")
+    return SiteAdapters(table, tiles, column_of(site), in_features, outs, shared)
 
 
 def column_of(site: Site) -> int:

@@ -24,7 +24,6 @@ from tinkex.engine.cuda import (
     packed_experts,
     packed_weights,
     recurrence,
-    router_kernels,
 )
 from tinkex.engine.cuda import experts as routed
 from tinkex.engine.cuda import token_kernels as kernel
@@ -99,14 +98,10 @@ class CudaBackend(Backend):
         return routed.forward(x_TD, routing.weight_TK, *given, keep=False)[0]
 
     def add_gated(self, y_TD: Tensor, shared_TD: Tensor, x_TD: Tensor, gate_1D: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (y_TD, shared_TD, x_TD)):
-            return super().add_gated(y_TD, shared_TD, x_TD, gate_1D)
-        return elementwise.add_gated(y_TD, shared_TD, x_TD, gate_1D)
+        return routed.AddGated.apply(y_TD, shared_TD, x_TD, gate_1D)  # type: ignore[return-value]
 
     def few_outputs(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        if x_TI.requires_grad or self.invariant:
-            return super().few_outputs(x_TI, weight_OI)
-        return router_kernels.logits(x_TI, weight_OI, None, dtype=x_TI.dtype)[0]
+        return routed.RouterLogits.apply(x_TI, weight_OI, None, x_TI.dtype)  # type: ignore[return-value]
 
     def split_heads(
         self, attention: Attention, qkv: Tensor | PartialProjection, context: ForwardContext

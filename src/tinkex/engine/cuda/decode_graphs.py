@@ -25,7 +25,7 @@ from tinkex.engine.cuda import fused_projection as fused
 from tinkex.engine.cuda import grouped_lora as grouped
 from tinkex.engine.cuda import lora_kernels, narrow_projection, packed_weights, token_kernels
 from tinkex.engine.cuda import paged_attention as paged
-from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, column_of, usable
+from tinkex.engine.cuda.adapter_table import AdapterTable, RowTiles, SiteAdapters, site_adapters, usable
 from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_tokens
 from tinkex.engine.cuda.deferred_expand import MAX_DEFERRED, DeferredExpand
 from tinkex.engine.cuda.expert_routing import slots_of
@@ -45,6 +45,7 @@ from tinkex.engine.torch.states import StatePool
 _SOME = 64  # rows up to which a launch costs more than reading and writing the result once more
 _MANY = 512  # rows from which on `grouped_lora.product_with` is faster
 _HEAD = 1 << 16  # out-features that only an unembedding has
+_DEFERRED = ("qkv", "gate_up", "shared_gate_up")  # what reads them can add the up-projection
 _PATIENCE = 16  # steps after which too large a graph has cost as much as capturing a smaller one
 _RING = 4  # pinned buffers: more than there are steps in flight
 
@@ -86,7 +87,7 @@ class CapturedLora(LoraHook):
     def site(self, site: Site) -> SiteAdapters:
         in_features, parts = self._sites[site]
         outs = [part.out_features for part in parts]
-        return SiteAdapters(self._table, self._tiles, column_of(site), in_features, outs)
+        return site_adapters(self._table, self._tiles, site, in_features, outs)
 
     @cached_property
     def slots_T(self) -> Tensor:
@@ -103,18 +104,18 @@ class CapturedLora(LoraHook):
         many = rows >= _MANY or (rows > _SOME and site.group == "unembed")
         if free and many and at.width <= lora_kernels.MAX_WRITTEN:
             return grouped.product_with(x, frozen.weight, at)[0]
-        if self._narrow(frozen.weight, rows):
+        if self._narrow(frozen.weight, at, rows):
             y, u = narrow_projection.product_and_shrink(x, frozen.weight, frozen.bias, at)
             return self._expanded(at, site, y, u)
         partial = free and at.width <= MAX_DEFERRED
         if partial and fused.suits(rows, frozen.weight, at):
             return fused.FusedProjection(x, frozen.weight, at)
-        large = free and fused.large(frozen.weight)  # bitwise identical to the trainer: split-K as there
-        if large and fused.split_in_two(frozen.weight):
+        exact = free and fused.exact(frozen.weight, at)  # bitwise identical to the trainer: split-K as there
+        if exact and fused.split_in_two(frozen.weight):
             u, splits = self._overlapped(at, x, 2, lambda: grouped.split_product(2, x, frozen.weight))
             return lora_kernels.unite(u, splits, x.dtype, at.b)
-        u, y = self._overlapped(at, x, 1 if large else None, lambda: frozen(x))
-        if partial and rows > _SOME and site.group in ("qkv", "gate_up"):
+        u, y = self._overlapped(at, x, 1 if exact else None, lambda: frozen(x))
+        if partial and rows > _SOME and site.group in _DEFERRED:
             return DeferredExpand(y, u, at)
         lora_kernels.expand(u, y, at.b)
         return y
@@ -133,14 +134,14 @@ class CapturedLora(LoraHook):
         y = y[0] if frozen.bias is None else y[0].add_(frozen.bias)
         return self._expanded(at, site, y, u)
 
-    def _narrow(self, weight: Tensor, rows: int) -> bool:
+    def _narrow(self, weight: Tensor, at: SiteAdapters, rows: int) -> bool:
         """Whether few columns for each program are faster than what else rounds as the trainer does."""
-        large = fused.large(weight) and not fused.split_in_two(weight) and len(weight) < _HEAD
-        return large and rows <= narrow_projection.MAX_ROWS and not self._table.invariant
+        exact = fused.exact(weight, at) and not fused.split_in_two(weight) and len(weight) < _HEAD
+        return exact and rows <= narrow_projection.MAX_ROWS and not self._table.invariant
 
     def _expanded(self, at: SiteAdapters, site: Site, y: Tensor, u: Tensor) -> Tensor | PartialProjection:
         """y + u·Bᵀ, by what reads it if that can."""
-        if at.width <= MAX_DEFERRED and site.group in ("qkv", "gate_up"):
+        if at.width <= MAX_DEFERRED and site.group in _DEFERRED:
             return DeferredExpand(y, u, at)
         lora_kernels.expand(u, y, at.b)
         return y

@@ -34,7 +34,6 @@ from tinkex.engine.cuda.delta_kernels import (
 )
 from tinkex.engine.cuda.launch import PDL, cdiv, launched, load, load_fp32, power_of_2, wait_for_previous
 
-
 # -- the forward in chunks -----------------------------------------------------------------------------
 
 

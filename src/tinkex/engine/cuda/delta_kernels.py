@@ -241,15 +241,14 @@ def _token_at(
     qkv, factors, row, head, c, d, T, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     GROUPS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What a token needs: q, k and v of a head in tiles, its factor and its rate."""
-    at = qkv + row * (2 * K * D + H * V)
-    q = _parts_at(at + head // (H // K) * D, d, D, PARTS, ROWS, COLUMNS)
-    k = _parts_at(at + (K + head // (H // K)) * D, d, D, PARTS, ROWS, COLUMNS)
-    v = ()
+    """What a token needs: its factor and its rate, then q, k and v of a head in tiles."""
+    at, of_head = qkv + row * (2 * K * D + H * V), factors + head.to(tl.int64) * T + row
+    token = (tl.load(of_head), tl.load(of_head + tl.cast(H, tl.int64) * T))
+    token += _parts_at(at + head // (H // K) * D, d, D, PARTS, ROWS, COLUMNS)
+    token += _parts_at(at + (K + head // (H // K)) * D, d, D, PARTS, ROWS, COLUMNS)
     for g in tl.static_range(GROUPS):
-        v += (load(at + 2 * K * D + head * V + g * COLUMNS + c, g * COLUMNS + c < V),)
-    of_head = factors + head.to(tl.int64) * T + row
-    return q, k, v, tl.load(of_head), tl.load(of_head + tl.cast(H, tl.int64) * T)
+        token += (load(at + 2 * K * D + head * V + g * COLUMNS + c, g * COLUMNS + c < V),)
+    return token
 
 
 @triton.jit
@@ -257,20 +256,20 @@ def _go_on(
     states, token, GROUPS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """The state after a token, and the token's result: of each of GROUPS tiles of columns."""
-    q, k, v, decay, beta = token
-    wide_q, wide_k, after, results = (), (), (), ()
+    q, k, after, results = (), (), (), ()
     for i in tl.static_range(PARTS):
-        wide_q += (q[i].to(tl.float32),)
-        wide_k += (k[i].to(tl.float32),)
+        q += (token[2 + i].to(tl.float32),)
+        k += (token[2 + PARTS + i].to(tl.float32),)
     for g in tl.static_range(GROUPS):
         faded, grown = (), ()
         for i in tl.static_range(PARTS):
-            faded += (states[g * PARTS + i] * decay,)
-        new = beta * (v[g].to(tl.float32) - _along(faded, wide_k, PARTS, ROWS, COLUMNS))
+            faded += (states[g * PARTS + i] * token[0],)
+        v = token[2 + 2 * PARTS + g].to(tl.float32)
+        new = token[1] * (v - _along(faded, k, PARTS, ROWS, COLUMNS))
         new = tl.broadcast_to(new[None, :], ROWS, COLUMNS)
         for i in tl.static_range(PARTS):
-            grown += (tl.fma(wide_k[i], new, faded[i]),)
-        results += (_along(grown, wide_q, PARTS, ROWS, COLUMNS),)
+            grown += (tl.fma(k[i], new, faded[i]),)
+        results += (_along(grown, q, PARTS, ROWS, COLUMNS),)
         after += grown
     return after, results
 
@@ -402,8 +401,10 @@ class WalkTile(NamedTuple):
 
 
 def walk_tile(value_dim: int, heads: int, tokens: int) -> WalkTile:
-    """For so many heads of all sequences, and tokens of all: several groups load q and k once for all of them,
-    which is faster where the device is busy, and slower where it waits for the longest sequence.
+    """For so many heads, and tokens of heads, of all sequences.
+
+    Two groups load q and k once for both: faster where the device is busy, slower where it waits for the
+    longest sequence.
     """
     tiles = cdiv(value_dim, _EACH)
     groups = 2 if tiles % 8 == 0 and heads * tiles >= _BUSY and tokens > heads else 1

@@ -12,9 +12,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.cuda import expert_gradients, lora_gradients, lora_kernels, packed_experts, router_kernels
+from tinkex.engine.cuda import (
+    elementwise,
+    expert_gradients,
+    lora_gradients,
+    lora_kernels,
+    packed_experts,
+    router_kernels,
+)
 from tinkex.engine.cuda import expert_kernels as kernel
 from tinkex.engine.cuda import expert_routing as routing
 from tinkex.engine.cuda.adapter_table import SiteAdapters
@@ -79,17 +87,38 @@ def weights_of(experts: ExpertMlp) -> ExpertWeights:
 
 
 class RouterLogits(torch.autograd.Function):
-    """x · routerᵀ + bias in fp32, not rounded: close scores differ by less than bf16 can tell apart."""
+    """x · routerᵀ + bias, for autograd.
+
+    A router's are in fp32, not rounded: close scores differ by less than bf16 can tell apart.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, router_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, router_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(router_ED)
-        return router_kernels.logits(x_TD, router_ED, bias_E)[0]
+        return router_kernels.logits(x_TD, router_ED, bias_E, dtype=dtype)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (router_ED,) = ctx.saved_tensors
-        return grads[0].to(router_ED.dtype) @ router_ED, None, None
+        return grads[0].to(router_ED.dtype) @ router_ED, None, None, None
+
+
+class AddGated(torch.autograd.Function):
+    """`elementwise.add_gated` for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TD: Tensor, shared_TD: Tensor, x_TD: Tensor, gate_1D: Tensor) -> Tensor:
+        ctx.save_for_backward(shared_TD, x_TD, gate_1D)
+        return elementwise.add_gated(y_TD, shared_TD, x_TD, gate_1D)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        shared_TD, x_TD, gate_1D = ctx.saved_tensors
+        (grad_TD,), factor_T1 = grads, F.linear(x_TD, gate_1D).sigmoid()
+        along_T1 = (grad_TD * shared_TD).sum(-1, keepdim=True)
+        return grad_TD, grad_TD * factor_T1, along_T1 * factor_T1 * (1 - factor_T1) * gate_1D, None
 
 
 def route(experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None, lora: ExpertLora | None) -> Routing:
@@ -99,7 +128,7 @@ def route(experts: ExpertMlp, x_TD: Tensor, known_TK: Tensor | None, lora: Exper
     if lora is not None and not graded and len(x_TD) <= router_kernels.MAX_SHRUNK and experts.reads_input:
         at = lora.site(Site(experts.layer, "experts_gate_up"))
     if graded:
-        logits_TE: Tensor = RouterLogits.apply(x_TD, *of_router)  # type: ignore[assignment]
+        logits_TE: Tensor = RouterLogits.apply(x_TD, *of_router, torch.float32)  # type: ignore[assignment]
         u = None
     else:
         logits_TE, u = router_kernels.logits(x_TD, *of_router, at)

@@ -59,8 +59,16 @@ def tile_rows(rows: int) -> int:
 
 
 def large(weight: Tensor) -> bool:
-    """Whether products with `weight` are bitwise identical in trainer and sampler for any rows."""
     return weight.numel() > LARGE
+
+
+def exact(weight: Tensor, at: SiteAdapters) -> bool:
+    """Whether products with `weight` are bitwise identical in trainer and sampler for any rows.
+
+    A shared expert's are at any size, as those of routed experts: what differs there flips the next layer's
+    experts.
+    """
+    return large(weight) or at.shared_expert
 
 
 def split_in_two(weight: Tensor) -> bool:
@@ -220,7 +228,7 @@ class FusedProjection:
 
     def swiglu(self) -> Tensor:
         """silu(gate) * up of a fused [M, 2F]."""
-        if large(self.weight_OI):
+        if exact(self.weight_OI, self.adapters):
             return elementwise.swiglu(self.total())
         return self.gated(gated_tile_for(self.x_MI.shape[0], self.adapters.tiles.rows))
 
@@ -231,7 +239,7 @@ class FusedProjection:
         return elementwise.rotate(self.total(), cos, sin, heads, norms, eps)[:3]
 
     def total(self) -> Tensor:
-        tile = self._tile if large(self.weight_OI) else self._tile._replace(splits=1)
+        tile = self._tile if exact(self.weight_OI, self.adapters) else self._tile._replace(splits=1)
         return summed(self.splits(tile), self.x_MI.dtype)[0]
 
     def addend(self) -> Tensor:
@@ -241,7 +249,7 @@ class FusedProjection:
     @property
     def _tile(self) -> ProductTile:
         (rows, k), at = self.x_MI.shape, self.adapters
-        if large(self.weight_OI):
+        if exact(self.weight_OI, at):
             return ProductTile(64, 128, 2 if split_in_two(self.weight_OI) else 1)
         return tile_for(rows, at.tiles.rows, at.outs, k)
 
@@ -254,7 +262,7 @@ class FusedProjection:
         _fused[(at.b.blocks(tile.columns), at.tiles.cells.shape[1], tile.splits)](
             x, w, y, *at.a.where, k, *at.b.widths,
             x.stride(0), w.stride(1), w.stride(0), y.stride(1), y.stride(0),
-            EVEN=even, ROUNDED=large(w) and tile.splits == 1, SPLITS=tile.splits,
+            EVEN=even, ROUNDED=exact(w, at) and tile.splits == 1, SPLITS=tile.splits,
             **self._constants(tile, tile.columns),
         )  # fmt: skip
         return y
@@ -295,7 +303,7 @@ def suits(rows: int, weight: Tensor, at: SiteAdapters) -> bool:
     """
     count, tile = at.tiles.cells.shape[1], at.tiles.rows
     fits = at.table.widest <= _MAX_RANK and shared_bytes(weight.device) >= _SHARED
-    if large(weight):
+    if exact(weight, at):
         few = count == 1 and rows <= MAX_ROWS_LARGE and sum(at.outs) <= _MAX_COLUMNS_LARGE
         return fits and few and tile >= 64
     # Every tile reads the whole weight: tiles of 16 rows pay only where the step has no more rows.

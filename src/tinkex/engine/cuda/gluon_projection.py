@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tinkex.engine.cuda.adapter_table import ALIGNED, SiteMatrices
-from tinkex.engine.cuda.fused_projection import MAX_FEATURES, large
+from tinkex.engine.cuda.fused_projection import MAX_FEATURES
 from tinkex.engine.cuda.launch import MULTIPROCESSORS, cdiv, launched
 
 # renamed in Triton 3.7
@@ -274,8 +274,13 @@ def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor(x, x.shape, x.stride(), list(block), _layout(*block))
 
 
-def project(x: Tensor, w_NK: Tensor, u: Tensor, at: SiteMatrices, y: Tensor | None = None) -> Tensor:
-    """x · wᵀ + scale · u · matrix, into `y` if given; `u` is one split, and tiles cover every row."""
+def project(
+    x: Tensor, w_NK: Tensor, u: Tensor, at: SiteMatrices, y: Tensor | None = None, *, rounded: bool = False
+) -> Tensor:
+    """x · wᵀ + scale · u · matrix, into `y` if given; `u` is one split, and tiles cover every row.
+
+    `rounded`: the product is, before the rest is added to it.
+    """
     (rows, k), turned = x.shape, w_NK.stride(0) == 1
     y = x.new_empty(rows, w_NK.shape[0]) if y is None else y
     weight = _descriptor(w_NK.t(), _FEATURES, _COLUMNS) if turned else _descriptor(w_NK, _COLUMNS, _FEATURES)
@@ -283,6 +288,6 @@ def project(x: Tensor, w_NK: Tensor, u: Tensor, at: SiteMatrices, y: Tensor | No
     _project[(min(MULTIPROCESSORS, tiles_m * tiles_n),)](
         _descriptor(x, ALIGNED, _FEATURES), weight, _descriptor(y, ALIGNED, _SLICE),
         u, *at.where, *at.widths, u.stride(0), tiles_m, tiles_n, cdiv(k, _FEATURES),
-        TURNED=turned, ROUNDED=large(w_NK), MULTIPLE=at.multiple, STAGES=4, STEP=32, TOGETHER=8, num_warps=8,
+        TURNED=turned, ROUNDED=rounded, MULTIPLE=at.multiple, STAGES=4, STEP=32, TOGETHER=8, num_warps=8,
     )  # fmt: skip
     return y

@@ -30,6 +30,7 @@ from tinkex.engine.cuda.adapter_table import (
     SiteAdapters,
     column_of,
     cut_tiles,
+    site_adapters,
     table_rows,
     tile_rows,
     usable,
@@ -58,21 +59,21 @@ def product_with(x: Tensor, weight: Tensor, at: SiteAdapters, read: bool = True)
     bf16. An unembedding's product is added to the adapters' part by the library, which reads the result while
     it multiplies: one pass over the logits less.
     """
-    large, rows = fused.large(weight), x.shape[0]
+    exact, rows = fused.exact(weight, at), x.shape[0]
     halves = fused.split_in_two(weight)
-    u = kernel.shrink(x, at.a, splits=2 if halves else 1 if large else None)
+    u = kernel.shrink(x, at.a, splits=2 if halves else 1 if exact else None)
     in_one_launch = not halves and gluon_projection.suits(rows, weight, at.outs)
-    if in_one_launch or (not large and rows <= _SOME):
+    if in_one_launch or (not exact and rows <= _SOME):
         u = kernel.summed(u, x.dtype)
     if not read:
         return x.new_empty(rows, weight.shape[0]), u
     if halves:
         return kernel.unite(u, split_product(2, x, weight), x.dtype, at.b), u
     if in_one_launch:
-        return gluon_projection.project(x, weight, u[0], at.b), u
-    if not large and rows <= _SOME:
+        return gluon_projection.project(x, weight, u[0], at.b, rounded=exact), u
+    if not exact and rows <= _SOME:
         return kernel.unite(u, split_product(1, x, weight), x.dtype, at.b), u
-    if large and weight.shape[0] < _HEAD:
+    if exact and weight.shape[0] < _HEAD:
         y = F.linear(x, weight)
         kernel.expand(u, y, at.b)
         return y, u
@@ -154,7 +155,7 @@ class CudaLora(LoraBatch):
             self._sites[site] = None
             if (shape := next(shapes, None)) is not None:
                 table, tiles = self._on_device()
-                self._sites[site] = SiteAdapters(table, tiles, column_of(site), shape.in_features, shape.outs)
+                self._sites[site] = site_adapters(table, tiles, site, shape.in_features, shape.outs)
         return self._sites[site]
 
     @cached_property
@@ -212,7 +213,7 @@ class CudaLora(LoraBatch):
     ) -> tuple[Tensor, Tensor]:
         """The frozen product plus the adapters' contribution, if it is `read`, and u for the backward."""
         weight = packed_weights.as_tensor(weight, x.dtype)
-        writes = at.width <= kernel.MAX_WRITTEN or (fused.large(weight) and weight.shape[0] < _HEAD)
+        writes = at.width <= kernel.MAX_WRITTEN or (fused.exact(weight, at) and len(weight) < _HEAD)
         if not self._invariant and bias is None and self._whole and writes:
             return product_with(x, weight, at, read)
         u = kernel.shrink(x, at.a)
@@ -291,21 +292,20 @@ def _scales(adapters: Sequence[Adapter]) -> np.ndarray:
 
 
 def _weight_sizes(decoder: Decoder) -> list[int]:
-    """The elements of each weight but the head's and the experts'."""
+    """The elements of each weight but the head's and the experts', whose products agree at any size."""
     sites = ((site.group, of) for site, of in decoder.sites().items())
-    other = ("unembed", "experts_gate_up", "experts_down")
+    other = ("unembed", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down")
     return [i * sum(p.out_features for p in parts) for group, (i, parts) in sites if group not in other]
 
 
 def matches_trainer(decoder: Decoder) -> bool:
-    """Whether captured steps round as the trainer does: all weights are large, in bf16 and without a bias,
-    and no layer is recurrent.
+    """Whether captured steps round as the trainer does: all weights are large, in bf16 and without a bias.
 
-    An invariant decoder does so by other means. The kernels of experts do so at any size.
+    An invariant decoder does so by other means. The kernels of experts and of recurrent layers do so at any
+    size.
     """
     config = decoder.config
     other = config.qkv_bias or config.o_bias or config.mlp_bias
-    other = other or bool(config.state_shapes)  # chunks and single steps round differently
     other = other or decoder.backend.invariant or bool(decoder.slots())
     return not other and min(_weight_sizes(decoder)) > fused.LARGE
 

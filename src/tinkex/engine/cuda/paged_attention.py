@@ -308,9 +308,13 @@ def _join(parts, lse, out, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.co
 
 
 def _loop(queries: Queries, head_dim: int, rows: int) -> tuple[int, int, int]:
-    """Keys of an iteration, warps, and stages, for so many rows of queries: as measured on an H200."""
+    """Keys of an iteration, warps, and stages, for so many rows of queries: as measured on an H200.
+
+    Where results are to match the trainer's bitwise, an iteration has as many keys as the trainer's.
+    """
     if head_dim > 128:  # what fits in registers and shared memory
-        return (64 if queries.tokens > 1 and rows <= 64 else 32), 4 if queries.tokens == 1 else 8, 2
+        many = queries.min_split_keys > 0 or (queries.tokens > 1 and rows <= 64)
+        return 64 if many else 32, 4 if queries.tokens == 1 else 8, 2
     if queries.tokens > 1:
         return 64, 4, 3
     return (32, 2, 2) if queries.splits > 1 and not queries.min_split_keys else (64, 2, 3)
