@@ -14,7 +14,7 @@ from tinkex.engine.torch.models.families import model_config
 from tinkex.engine.torch.states import StateGroup, StatePool
 
 from tinkex.engine.cuda import delta_gradients, delta_kernels  # isort: skip
-from tinkex.engine.cuda.delta_kernels import ChunkLayout, DeltaWeights, SlotStates  # isort: skip
+from tinkex.engine.cuda.delta_kernels import ChunkLayout, DeltaWeights, SlotStates, WalkTile  # isort: skip
 
 pytestmark = [*MARKS, pytest.mark.slow]
 
@@ -85,6 +85,50 @@ def check_gradients(lengths: list[int], config: DeltaConfig, bound: float) -> No
     grads, wanted = torch.autograd.grad(got, given, to), torch.autograd.grad(want, wide, to.float())
     close(grads[0], wanted[0], bound)
     close(grads[1], wanted[1], 2 * bound)  # those of decays are differences of sums
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (2, 1), (1, 2), (4, 1)])
+def test_walks_and_steps_are_bitwise_identical(tile: tuple[int, int]) -> None:
+    check_bits([9, 1, 4], CONFIG, WalkTile(*tile))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="hours in the interpreter")
+@pytest.mark.parametrize("tile", [(1, 1), (4, 1), (1, 2), (4, 2), (2, 4), (1, 4)])
+def test_walks_and_steps_of_real_models_are_bitwise_identical(tile: tuple[int, int]) -> None:
+    check_bits([300, 1, 2, 63, 64, 65, 128, 200], DeltaConfig(16, 32, 128, 128, 4), WalkTile(*tile))
+
+
+def check_bits(lengths: list[int], config: DeltaConfig, tile: WalkTile) -> None:
+    """A whole pass, one that goes on from slots after a third of each sequence, and single steps."""
+    net, (qkvz, rates) = Wide(config, seed=3), inputs(sum(lengths), 50, config)
+    layout = delta_kernels.lay_out(lengths, DEVICE)
+    made = delta_kernels.prepare(qkvz, rates, net.held, layout, None)
+    o = delta_kernels.walk(made, net.held, layout.sequences, None, tile)
+    want = delta_kernels.gate(o, qkvz, net.held)
+    assert torch.equal(delta_kernels.mixed(qkvz, rates, net.held, layout), want)
+    pools = [StatePool({0: config.state_shapes}, len(lengths), DEVICE) for _ in range(2)]
+    for pool in pools:
+        for tensor in pool.tensors[0]:
+            tensor.zero_()
+    starts = np.cumsum(lengths) - np.array(lengths)
+    got, done = torch.zeros_like(want), [0] * len(lengths)
+    for third in (True, False):
+        new = [n // 3 if third else n - n // 3 for n in lengths]
+        rows = torch.cat([torch.arange(s + d, s + d + n) for s, d, n in zip(starts, done, new, strict=True)])
+        some, states = slot_layout(new, list(range(len(new))), pools[0])
+        rows = rows.to(DEVICE)
+        got[rows] = delta_kernels.mixed(qkvz[rows], rates[rows], net.held, some, states)
+        done = new
+    assert torch.equal(got, want)
+    slots = torch.arange(len(lengths), device=DEVICE)
+    for at in range(max(lengths)):
+        have = torch.tensor([at < n for n in lengths])
+        rows = torch.from_numpy(np.minimum(starts + at, sum(lengths) - 1)).to(DEVICE)
+        states = SlotStates(*pools[1].tensors[0], slots.where(have.to(DEVICE), -1))
+        result = delta_kernels.step(qkvz[rows], rates[rows], net.held, states)
+        assert torch.equal(result[have], want[rows][have]), at
+    for mine, other in zip(pools[0].tensors[0], pools[1].tensors[0], strict=True):
+        assert torch.equal(mine, other)
 
 
 def test_long_memory_and_equal_keys() -> None:

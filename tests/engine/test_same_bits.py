@@ -29,17 +29,18 @@ from tinkex.engine.cuda import paged_attention as paged
 from tinkex.engine.cuda.adapter_table import (
     AdapterTable,
     RowTiles,
-    SiteAdapters,
     column_of,
     cut_tiles,
+    site_adapters,
     tile_rows,
 )
+from tinkex.engine.cuda.attention_hooks import TOKENS, lay_out
 from tinkex.engine.cuda.cuda_backend import CudaBackend
 from tinkex.engine.cuda.decode_graphs import CapturedLora
 from tinkex.engine.protocol import CreateAdapter, ForwardBackward, Pass
 from tinkex.engine.torch.functions import split_rotate, swiglu
 from tinkex.engine.torch.hooks import Frozen, Part, PartialProjection, Site
-from tinkex.engine.torch.kv import PAGE
+from tinkex.engine.torch.kv import PAGE, TokenSpan
 from tinkex.engine.torch.load import empty_decoder
 from tinkex.engine.torch.models.families import model_config
 from tinkex.engine.torch.trainer import TorchTrainer
@@ -54,6 +55,8 @@ SITES = {
     "gate_up": (4096, [12288, 12288]),
     "down": (12288, [4096]),
     "unembed": (4096, [32000]),
+    "shared_gate_up": (2048, [512, 512]),
+    "shared_down": (512, [2048]),
 }
 RANK = 32
 BACKEND = CudaBackend(DEVICE, torch.bfloat16)
@@ -81,7 +84,7 @@ class Case:
         return RowTiles(torch.from_numpy(cut_tiles([(0, 0, rows)], of)).to(DEVICE), of)
 
     def trained(self) -> Tensor:
-        at = SiteAdapters(self.table, self.tiles(len(self.x), 64), column_of(self.at), self.width, self.outs)
+        at = site_adapters(self.table, self.tiles(len(self.x), 64), self.at, self.width, self.outs)
         return grouped.product_with(self.x, self.weight, at)[0]
 
     def projected(self, rows: int) -> Tensor | PartialProjection:
@@ -122,8 +125,14 @@ def test_what_reads_a_projection() -> None:
         assert torch.equal(swiglu(gate_up.projected(few), elementwise), gated[:few]), few
 
 
-@pytest.mark.parametrize("dim", [128, 64])
-@pytest.mark.parametrize("heads", [(32, 8), (16, 8), (8, 8)])
+@pytest.mark.parametrize(
+    ("heads", "dim"),
+    [
+        *((heads, dim) for heads in ((32, 8), (16, 8), (8, 8)) for dim in (128, 64)),
+        ((16, 4), 256),
+        ((16, 2), 256),
+    ],
+)
 @pytest.mark.parametrize(("times", "splits"), [(1, 16), (8, 1), (32, 1)])
 def test_attention_of_a_new_token(times: int, splits: int, heads: tuple[int, int], dim: int) -> None:
     (h, g), lengths = heads, [1, 2, 63, 64, 65, 200, 255, 300, 511] * times
@@ -149,6 +158,21 @@ def test_attention_of_a_new_token(times: int, splits: int, heads: tuple[int, int
     assert torch.equal(got, want[last.to(DEVICE)])
 
 
+@pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((16, 4), 256), ((16, 2), 256)])
+def test_attention_of_prompts(heads: tuple[int, int], dim: int) -> None:
+    """In tiles of 16 tokens, as prefill attends."""
+    (h, g), lengths = heads, [1, 15, 63, 64, 65, 200, 511]
+    q, k, v = (random(sum(lengths), n, dim, seed=i) for i, n in enumerate((h, g, g)))
+    want, _ = packed.forward(q, k, v, packed.cut(lengths, DEVICE), None)
+    pages = [-(-n // PAGE) for n in lengths]
+    ends = np.cumsum(pages).tolist()
+    pieces = [TokenSpan(range(end - n, end), 0, m) for end, n, m in zip(ends, pages, lengths, strict=True)]
+    queries, slots = lay_out(pieces, TOKENS, DEVICE, min_split_keys=2048)
+    pools = torch.zeros(2, ends[-1] * PAGE, g * dim, dtype=q.dtype, device=DEVICE)
+    got, _ = paged.attend(q, k, v, *pools, queries, slots, PAGE, None)
+    assert torch.equal(got, want)
+
+
 def one_token_tiles(lengths: Sequence[int], pages: int) -> paged.Queries:
     count = len(lengths)
     cells = torch.tensor(
@@ -169,17 +193,35 @@ EXPERTS = DENSE | {
     "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     "norm_topk_prob": True,
 }  # fmt: skip
+HYBRID = DENSE | {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 4,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+HYBRID_EXPERTS = HYBRID | {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 2048,
+    "num_key_value_heads": 2, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("config", "requests"), [*((DENSE, count) for count in (1, 3, 16, 24, 70, 130)), (EXPERTS, 16)]
+    ("config", "requests"),
+    [
+        *((DENSE, count) for count in (1, 3, 16, 24, 70, 130)),
+        (EXPERTS, 16),
+        *((config, count) for config in (HYBRID, HYBRID_EXPERTS) for count in (1, 16, 70)),
+    ],
 )
 def test_logprobs_of_a_sampler_are_those_of_the_trainer(config: dict[str, Any], requests: int) -> None:
-    """Two layers as large as those of 8B and 30B-A3B, so many prompts at once."""
+    """A few layers as large as those of 8B, 30B-A3B, and Qwen3.5-9B and 35B-A3B, so many prompts at once."""
     decoder = empty_decoder(model_config(config), "cuda", torch.bfloat16)
     torch.manual_seed(0)
     for name, weight in decoder.weights().items():
-        weight.fill_(1.0) if name.endswith("norm.weight") else weight.normal_(std=0.02)
+        plain = decoder.config.norm.kind != "offset" or name.endswith("linear_attn.norm.weight")
+        weight.fill_(float(plain)) if name.endswith("norm.weight") else weight.normal_(std=0.02)
     batch, adapter = new_batch(decoder, pages=1000, sequences=requests), published(decoder, 32, 1)
     draw = np.random.default_rng(0)
     prompts = [draw.integers(4, 8192, 40).astype(np.int32) for _ in range(requests)]
