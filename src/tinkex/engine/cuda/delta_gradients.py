@@ -25,8 +25,8 @@ from torch.autograd import Function
 from tinkex.engine.cuda import delta_kernels as kernel
 from tinkex.engine.cuda.delta_kernels import (
     ChunkLayout,
+    DeltaInputs,
     DeltaWeights,
-    Prepared,
     channels_of,
     chunk_at,
     convolved,
@@ -370,7 +370,7 @@ class ScanTile(NamedTuple):
 
 
 def chunk_inputs(
-    prepared: Prepared, rates: Tensor, weights: DeltaWeights, layout: ChunkLayout
+    prepared: DeltaInputs, rates: Tensor, weights: DeltaWeights, layout: ChunkLayout
 ) -> ChunkInputs:
     (qkv, (_, beta)), h, tokens, cells = prepared, weights.config.value_heads, len(rates), layout.chunks
     chunks = cells.shape[1]

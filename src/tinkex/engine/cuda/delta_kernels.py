@@ -388,7 +388,7 @@ def _prepare_one(
 # -- launching -----------------------------------------------------------------------------------------
 
 
-class Prepared(NamedTuple):
+class DeltaInputs(NamedTuple):
     """What the delta rule reads."""
 
     qkv: Tensor  # [T, F]: q and k as units, v
@@ -413,7 +413,7 @@ def walk_tile(value_dim: int, heads: int, tokens: int) -> WalkTile:
 
 def prepare(
     qkvz: Tensor, rates: Tensor, weights: DeltaWeights, layout: ChunkLayout, states: SlotStates | None
-) -> Prepared:
+) -> DeltaInputs:
     """`qkvz` is [T, F + H·V] and `rates` [T, 2·H], as the projections give them."""
     c, cells, tokens = weights.config, layout.chunks, qkvz.shape[0]
     chunks, h = cells.shape[1], c.value_heads
@@ -428,14 +428,14 @@ def prepare(
     return made
 
 
-def _unfilled(qkvz: Tensor, weights: DeltaWeights) -> Prepared:
+def _unfilled(qkvz: Tensor, weights: DeltaWeights) -> DeltaInputs:
     tokens, c = qkvz.shape[0], weights.config
     factors = torch.empty(2, c.value_heads, tokens, dtype=torch.float32, device=qkvz.device)
-    return Prepared(qkvz.new_empty(tokens, c.channels), factors)
+    return DeltaInputs(qkvz.new_empty(tokens, c.channels), factors)
 
 
 def walk(
-    prepared: Prepared, weights: DeltaWeights, sequences: Tensor | None, states: SlotStates | None,
+    prepared: DeltaInputs, weights: DeltaWeights, sequences: Tensor | None, states: SlotStates | None,
     tile: WalkTile | None = None,
 ) -> Tensor:  # fmt: skip
     """The delta rule's result, [T, H, V]. Without `sequences` each row is one token of its slot."""
