@@ -112,6 +112,7 @@ deploy-check: setup .venv-sky/.ready  ## SkyPilot's own parser on its task, and 
 
 kills: setup  ## kill trainers, samplers, Ray nodes and the server 100 times: losses and weights stay the same
 	$(BIN)/python -m tests.cluster.kills --kills 100 $(ARGS)
+	$(BIN)/python -m tests.cluster.kills --kills 20 --shared $(ARGS)
 
 # Programs for the APIs; every version is pinned, so pip need not look for versions that agree. The CPU build
 # of torch 2.13.0 stands for newer and older ones: on PyPI those have gigabytes of CUDA libraries.

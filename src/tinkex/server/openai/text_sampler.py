@@ -67,6 +67,8 @@ class SamplerCache:
     async def get(self, model: str, caller: Caller) -> CachedSampler:
         weights = model
         if model.startswith("tinker://"):  # it may have been replaced, deleted or made private
+            if self._service.peers is not None:
+                await self._service.peers.refresh()  # and another server may just have saved it
             weights = adapter_name(model, self._service.access.checkpoint(model, caller).created_at)
         key = (caller.user, caller.project, weights)
         async with self._opening:
