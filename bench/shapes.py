@@ -81,6 +81,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "line": _shape("llama", 256, 4, (4, 2, 64), 768, 4096, tied=False),
     "small-10m": _shape("llama", 256, 8, (4, 2, 64), 704, 8192, tied=False),
     "small": _shape("llama", 384, 8, (6, 2, 64), 1024, 16384, tied=False),
+    "small-moe": _shape("qwen3_moe", 384, 8, (6, 2, 64), 1024, 16384, tied=False)
+    | {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 384, "norm_topk_prob": True},
     "smollm2-135m": _shape("llama", 576, 30, (9, 3, 64), 1536, 49152, tied=True),
     "qwen3-0.6b": _shape("qwen3", 1024, 28, (16, 8, 128), 3072, 151936, tied=True),
     "qwen3.5-0.8b": _hybrid(1024, 24, (8, 2, 256), 3584, 16, tied=True),

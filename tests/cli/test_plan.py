@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from tinkex.types.data import Datum, ModelInput
 from tinkex.types.params import AdamParams, LoraConfig
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe", "qwen3_5"])
@@ -38,6 +41,16 @@ def test_memory_is_estimated_within_a_tenth_of_what_an_engine_takes(family: str,
         assert sizes.kv_token * PAGE == pytest.approx(pages, rel=0.1)
     finally:
         engine.close()
+
+
+def test_memory_is_estimated_within_a_tenth_of_what_a_process_takes():
+    """Resident memory, of a model of 25 M parameters, eight runs of rank 32 and 32,768 tokens of KV."""
+    command = [sys.executable, str(ROOT / "bench" / "plan_device.py"), "--shapes", "small"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| small")]
+    ratios = {name.split(" of ")[0]: float(ratio) for _, name, _, _, ratio in rows}
+    for name in ("weights", "8 runs", "KV", "together"):
+        assert ratios[name] == pytest.approx(1.0, abs=0.1), done.stdout
 
 
 def eight_billions(**changes: int) -> ModelSizes:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import psycopg
 
-from tests.cloud.members import balancer
+from tests.cloud.members import balancer, eventually
 from tests.cloud.servers import control_plane
 from tests.cluster.nodes import Nodes, actors
 from tests.server.served import MODEL, Serve
@@ -61,9 +61,11 @@ class Servers:
             raise
 
     def kill_owner(self, run_id: str) -> None:
-        """Kill the server that a run's session belongs to, and start it again."""
-        owner = next((one for one in self._members if self._owns(one, run_id)), self._members[0])
+        """Kill the server that a run's session belongs to; start it again, with two once the other has it."""
+        owner = next(one for one in self._members if self._owns(one, run_id))
         owner.kill()
+        if self._shared:
+            eventually(lambda: not self._owns(owner, run_id), SECONDS)
         owner.start()
 
     def _owns(self, server: Serve, run_id: str) -> bool:
