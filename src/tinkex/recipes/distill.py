@@ -93,18 +93,11 @@ def answer(
     seed = (config.seed * 7919 + step) * _STRIDE
     params = tinkex.SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature)
     asked = [
-        student.sample(
-            tinkex.ModelInput.from_ints(prompt),
-            config.group_size,
-            replace(params, seed=(seed + place) % 2**31),
-        )
-        for place, prompt in enumerate(batch)
+        student.sample(tinkex.ModelInput.from_ints(prompt), config.group_size, replace(params, seed=own))
+        for prompt, own in zip(batch, ((seed + place) % 2**31 for place in range(len(batch))), strict=True)
     ]
-    return [
-        (prompt, sequence)
-        for prompt, future in zip(batch, asked, strict=True)
-        for sequence in future.result().sequences
-    ]
+    answers = zip(batch, asked, strict=True)
+    return [(prompt, sequence) for prompt, future in answers for sequence in future.result().sequences]
 
 
 def check_vocabularies(student: Any, teacher: Any, config: DistillConfig) -> None:

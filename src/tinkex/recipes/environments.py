@@ -96,15 +96,8 @@ class Format:
 
     seed: int = 0
     subjects: tuple[str, ...] = (
-        "a colour",
-        "an animal",
-        "a city",
-        "a fruit",
-        "a metal",
-        "a river",
-        "a tool",
-        "a game",
-    )
+        "a colour", "an animal", "a city", "a fruit", "a metal", "a river", "a tool", "a game",
+    )  # fmt: skip
 
     def episode(self, number: int) -> Episode:
         subject = random.Random(f"{self.seed}/{number}").choice(self.subjects)

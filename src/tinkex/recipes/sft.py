@@ -142,12 +142,9 @@ def stale(directory: RunDirectory, patience: int | None) -> bool:
 
 
 def write_samples(
-    directory: RunDirectory,
-    client: tinkex.TrainingClient,
-    tokenizer: Any,
-    tests: list[list[tinkex.Datum]],
+    directory: RunDirectory, client: tinkex.TrainingClient, tokenizer: Any, tests: list[list[tinkex.Datum]],
     step: int,
-) -> None:
+) -> None:  # fmt: skip
     """Greedy answers to held-out prompts, with the expected ones."""
     if not tests:
         return

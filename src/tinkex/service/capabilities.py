@@ -48,17 +48,14 @@ class Capabilities:
         if facts is None:
             return known
         kept = self._config.engine.quantize
-        return known.model_copy(
-            update={
-                "family": facts.family,
-                "parameters": facts.parameters,
-                "active_parameters": facts.active_parameters,
-                "quantisation": kept if kept not in ("none", "file") else facts.quantisation or "none",
-                "memory_bytes": facts.weight_bytes + facts.kv_bytes,
-                "fits": facts.fits,
-                "max_context_length": context or facts.context,
-            }
-        )
+        more = {
+            "family": facts.family, "parameters": facts.parameters,
+            "active_parameters": facts.active_parameters,
+            "quantisation": kept if kept not in ("none", "file") else facts.quantisation or "none",
+            "memory_bytes": facts.weight_bytes + facts.kv_bytes, "fits": facts.fits,
+            "max_context_length": context or facts.context,
+        }  # fmt: skip
+        return known.model_copy(update=more)
 
     async def get_tokenizer_file(self, request: types.TokenizerFileRequest, caller: Caller) -> bytes:
         """A file of a base model's tokenizer, for clients that have no other way to it."""

@@ -17,17 +17,13 @@ from tinkex.service.group_commit import LOG, replay
 from tinkex.service.home import Home, prepare
 from tinkex.service.ledger import FILES, Ledger, salvage
 from tinkex.service.ledger_file import LedgerError
-from tinkex.service.repair_store import from_store, saved_facts
-from tinkex.service.rows import CheckpointRow, RunRow, SessionRow
+from tinkex.service.repair_store import LOST, add_run, created_with, from_store, saved_facts
+from tinkex.service.rows import CheckpointRow, RunRow
 from tinkex.service.runs.journal import restore
 from tinkex.service.runs.segments import JournalError
 from tinkex.service.runs.snapshots import SNAPSHOT
 from tinkex.store import DamagedError, directory_bytes, verify
-
-LOST = (
-    "lost, unless listed above: API keys, and for what was found in directories its owner, project, names, "
-    "tags, times to live and publication; also samplers, uploaded losses, usage and the audit log"
-)
+from tinkex.types.params import LoraConfig
 
 
 def repair(root: Path, owner: str, location: str = "") -> Iterator[str]:
@@ -67,7 +63,7 @@ def repair(root: Path, owner: str, location: str = "") -> Iterator[str]:
             yield from _from_directories(home, ledger, owner)
             if location:
                 yield from from_store(ledger, location, owner)
-        yield LOST
+        yield LOST.format("listed above", "directories")
         if (root / Ledger.KEYED).exists():
             yield "this server had keys, so it accepts none but those listed by `tinkex server keys list`"
     finally:
@@ -84,12 +80,9 @@ def _from_directories(home: Home, ledger: Ledger, owner: str) -> Iterator[str]:
         row = ledger.run(run_id)
         try:
             if row is None:
-                session = ledger.session(directory.parent.name)
-                row = _run(directory, run_id, owner if session is None else session.owner)
-                now = time.time()
-                if session is None:
-                    ledger.add_session(SessionRow(row.session_id, owner, now, now))
-                ledger.add_run(row)
+                facts, state = _made_with(directory)
+                made = directory.stat().st_mtime
+                row = add_run(ledger, run_id, owner, *facts, made=made, state=state)
                 runs += 1
         except (DamagedError, ValueError) as error:
             yield f"run {run_id} cannot be rebuilt, and its files stay where they are: {error}"
@@ -105,27 +98,19 @@ def _from_directories(home: Home, ledger: Ledger, owner: str) -> Iterator[str]:
     yield f"from the run directories, as {owner!r}'s or their session's: {runs} runs, {saved} checkpoints"
 
 
-def _run(directory: Path, run_id: str, owner: str) -> RunRow:
-    """The run of a directory: its journal says what it was made with, or else a directory of weights."""
-    session_id, _, number = run_id.rpartition(":train:")
-    state, base_model, lora, snapshot = "closed", "", None, None
+def _made_with(directory: Path) -> tuple[tuple[str, LoraConfig], str]:
+    """A run's base model and adapter, by its journal or else by weights that it saved; and its state."""
+    kinds = ("weights", "sampler_weights")
+    state, places = "closed", [p for kind in kinds for p in sorted((directory / kind).glob("[!.]*"))]
     if (directory / "journal").is_dir():
         restored = restore(directory / "journal")
-        state, snapshot = "evicted", restored.snapshot
-        for entry in restored.entries:
-            if entry.op == "create_model":
-                base_model, lora = entry.request.base_model, entry.request.lora_config
-    places = [snapshot / SNAPSHOT] if snapshot is not None else []
-    places += [p for kind in ("weights", "sampler_weights") for p in sorted((directory / kind).glob("[!.]*"))]
-    for place in places:
-        if lora is None:
-            base_model, lora = saved_facts(str(place))
-    if lora is None:
+        if facts := created_with(restored):
+            return facts, "evicted"
+        snapshots = [] if restored.snapshot is None else [restored.snapshot / SNAPSHOT]
+        state, places = "evicted", snapshots + places
+    if not places:
         raise ValueError("neither a journal nor weights say what it was made with")
-    made = directory.stat().st_mtime
-    return RunRow(
-        run_id, session_id, int(number), owner, base_model, lora, made, made, state=state  # type: ignore[arg-type]
-    )  # fmt: skip
+    return saved_facts(str(places[0])), state
 
 
 def _checkpoint(home: Home, run: RunRow, kind: Any, place: Path) -> CheckpointRow:

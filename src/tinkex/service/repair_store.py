@@ -24,15 +24,15 @@ from tinkex.service.ledger import Ledger
 from tinkex.service.ledger_mirror import MirroredLedger
 from tinkex.service.ledger_postgres import SharedDatabase, Statement
 from tinkex.service.rows import CheckpointKind, CheckpointRow, RunRow, SessionRow
-from tinkex.service.runs.journal import restore
+from tinkex.service.runs.journal import Restored, restore
 from tinkex.service.runs.segments import JournalError
 from tinkex.service.runs.snapshots import STORED
 from tinkex.types.checkpoints import FOLDERS
 from tinkex.types.params import LoraConfig
 
-LOST_SHARED = (
-    "lost, unless Postgres still has it: API keys, and for what was found in the store its owner, project, "
-    "names, tags, times to live and publication; also samplers, uploaded losses, usage and the audit log"
+LOST = (
+    "lost, unless {}: API keys, and for what was found in {} its owner, project, names, tags, times to live "
+    "and publication; also samplers, uploaded losses, usage and the audit log"
 )
 
 
@@ -66,7 +66,7 @@ def repair_shared(url: str, root: str, owner: str) -> Iterator[str]:
             return
         database.rebuild(written, [ended, *servers])
         yield f"the next server that starts with --ledger and --store {root} goes on with these runs"
-        yield LOST_SHARED
+        yield LOST.format("Postgres still has it", "the store")
     finally:
         database.close()
 
@@ -91,7 +91,7 @@ def from_store(ledger: Ledger, root: str, owner: str) -> Iterator[str]:
             continue
         made = store.modified(store.join(where, store.CHECKSUMS))
         if row is None:
-            row = _add_run(ledger, saved.run_id, owner, *facts, made=made, state="closed")
+            row = add_run(ledger, saved.run_id, owner, *facts, made=made, state="closed")
             runs += 1
         kind = cast("CheckpointKind", saved.kind)
         added += ledger.add_checkpoint(
@@ -176,7 +176,7 @@ def _from_logs(ledger: MirroredLedger, root: str, owner: str, by: str) -> Genera
                 except (OSError, ValueError, JournalError) as error:
                     yield f"run {run_id} cannot be rebuilt, and stays in the log: {error}"
                     continue
-                _add_run(ledger, run_id, owner, *facts, made=time.time(), state="live", server=server)
+                add_run(ledger, run_id, owner, *facts, made=time.time(), state="live", server=server)
                 runs += 1
     yield f"from the logs of {len(servers)} servers, as {owner!r}'s: {runs} runs"
     return servers
@@ -185,15 +185,22 @@ def _from_logs(ledger: MirroredLedger, root: str, owner: str, by: str) -> Genera
 def _journaled(directory: Path, root: str) -> tuple[str, LoraConfig]:
     """What a run was made with, by its journal or its last snapshot."""
     restored = restore(directory / "journal")
-    for entry in restored.entries:
-        if entry.op == "create_model":
-            return entry.request.base_model, entry.request.lora_config
+    if facts := created_with(restored):
+        return facts
     if restored.snapshot is None or not (restored.snapshot / STORED).exists():
         raise ValueError("neither its journal nor a snapshot says what it was made with")
     return saved_facts(store.join(root, (restored.snapshot / STORED).read_text()))
 
 
-def _add_run(
+def created_with(restored: Restored) -> tuple[str, LoraConfig] | None:
+    """The base model and the adapter of a run, if its journal still has its creation."""
+    for entry in restored.entries:
+        if entry.op == "create_model" and entry.request.lora_config is not None:
+            return entry.request.base_model, entry.request.lora_config
+    return None
+
+
+def add_run(
     ledger: Ledger, run_id: str, owner: str, base_model: str, lora: LoraConfig, *,
     made: float, state: str, server: str = "",
 ) -> RunRow:  # fmt: skip
