@@ -180,6 +180,31 @@ async def test_a_sample_cancelled_before_it_begins_ends_too(user: User):
     assert not user.service.samplers._running
 
 
+async def test_samples_that_come_together_are_recorded_before_they_are_acknowledged(user: User):
+    sampler, path = await user.sampler(await user.session()), user.service.home.root / "samples"
+
+    async def is_recorded(seq_id: int) -> bool:
+        promise = await user.sample(sampler, seq_id)
+        return f"+{promise.request_id} " in path.read_text()
+
+    assert all(await asyncio.gather(*map(is_recorded, range(5))))
+
+
+@pytest.mark.parametrize("why", ["cancelled", "stopping"])
+async def test_a_sample_that_ends_as_it_is_accepted_is_not_computed(user: User, why: str):
+    samplers, sampler = user.service.samplers, await user.sampler(await user.session())
+    await user.result(await user.sample(sampler, 0))  # the engine is there
+    request = sampling.SampleRequest(ModelInput.from_ints([5]), SamplingParams(max_tokens=1), 1, sampler, 1)
+    future = samplers.start(request, user.caller)
+    if why == "stopping":
+        await samplers.stop()
+    else:
+        samplers.cancel(future)
+    assert why in future.outcome.error
+    await asyncio.sleep(0)
+    assert not samplers.running
+
+
 class SlowSampling(FakeEngine):
     """Samples only when it is told to; remembers who was sampled, in order."""
 
@@ -297,6 +322,7 @@ def test_the_file_of_samples_is_rewritten_and_survives_being_cut_off(tmp_path: P
         feeds.begin("s#0", f"r{n}")
         feeds.fetched([f"r{n}"])
     feeds.begin("s#0", "open")
+    feeds.write()
     assert path.stat().st_size < 200_000
     with path.open("ab") as file:
         file.write(b"+cut s")
@@ -310,6 +336,7 @@ def test_samples_of_another_server_are_adopted_once(tmp_path: Path):
     left = Completions(tmp_path / "samples")
     left.restore()
     left.begin("s#0", "lost")
+    left.write()
     feeds = Completions(None)
     for _ in range(2):
         feeds.adopt(tmp_path / "samples")

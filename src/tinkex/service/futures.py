@@ -201,6 +201,7 @@ class Completions:
         self._open: dict[str, str] = {}  # request id -> feed, until it is fetched
         self._cursor = time.time_ns() // 1000  # the last one
         self._path, self._file, self._stale = path, -1, 0
+        self._begun: list[bytes] = []  # lines that are not written yet
         self._lost: set[str] = set()  # accepted by an earlier process
         self._lost_since = time.monotonic()
 
@@ -218,12 +219,13 @@ class Completions:
             self._lost.add(request_id)
             self.begin(feed, request_id)
             self.end(feed, request_id, failed=False)
+        self.write()
 
     def begin(self, feed: str, request_id: str) -> None:
-        """A sample was accepted."""
+        """A sample was accepted; `write` must follow before that is acknowledged."""
         self._open[request_id] = feed
         self._feeds[feed].open += 1
-        self._write(_line(f"+{request_id} {feed}"))
+        self._begun.append(_line(f"+{request_id} {feed}"))
 
     def end(self, feed: str, request_id: str, *, failed: bool) -> None:
         """A sample ended: wake the polls."""
@@ -235,7 +237,7 @@ class Completions:
         """The results of these were fetched, or dropped."""
         gone = [(i, feed) for i in request_ids if (feed := self._open.pop(i, None)) is not None]
         if gone:
-            self._write(b"".join(_line(f"-{request_id}") for request_id, _ in gone))
+            self.write(b"".join(_line(f"-{request_id}") for request_id, _ in gone))
         for _, feed in gone:
             self._stale += 2
             self._feeds[feed].open -= 1
@@ -282,8 +284,10 @@ class Completions:
         self._tidy(key)
         return completions, cursor
 
-    def _write(self, lines: bytes) -> None:
-        if self._file >= 0:
+    def write(self, lines: bytes = b"") -> None:
+        """Write what began since the last time, then these lines."""
+        lines, self._begun = b"".join((*self._begun, lines)), []
+        if self._file >= 0 and lines:
             with suppress(OSError):  # a full disk: after a crash it is not reported, and its client times out
                 os.write(self._file, lines)
             if self._path is not None:
@@ -302,6 +306,7 @@ class Completions:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def close(self) -> None:
+        self.write()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
+from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Protocol
@@ -62,6 +63,10 @@ class RunningSample:
     model: ServedModel
     request: types.SampleRequest
     pieces: Pieces | None
+    context: Context  # of its request, for tracing
+    task: asyncio.Task[None] | None = None  # once it has begun
+    outcome: Outcome | None = None  # once it has ended; its future has it a moment later
+    seconds: float = 0.0  # that it took
     streamed: bool = False  # something of it was
 
 
@@ -85,7 +90,10 @@ class Samplers:
         self._permits: dict[str, FewestTokensFirst] = {}  # by base model
         self._repeats: OrderedDict[tuple[str, int, int], str] = OrderedDict()  # their request ids
         self._used_at: dict[str, float] = {}  # unnamed samplers
-        self._running: dict[str, tuple[asyncio.Task[None], RunningSample]] = {}  # by request id
+        self._running: dict[str, RunningSample] = {}  # by request id
+        # Those of this turn of the event loop: what is done for all of them at once costs less.
+        self._accepted: list[RunningSample] = []
+        self._ended: list[RunningSample] = []
         self._removals: set[asyncio.Task[None]] = set()
         self._stopped = False
 
@@ -146,6 +154,7 @@ class Samplers:
     async def sample(self, request: types.SampleRequest, caller: Caller) -> UntypedAPIFuture:
         """Accept a sample; it runs as a task of its own."""
         request_id = self.start(request, caller).request_id
+        await asyncio.sleep(0)  # callbacks run in order: `_begin` has recorded it then
         return UntypedAPIFuture(request_id, None, sequence_ids(request_id, request.num_samples))
 
     def start(self, request: types.SampleRequest, caller: Caller, pieces: Pieces | None = None) -> Future:
@@ -163,19 +172,31 @@ class Samplers:
         if size:
             self._check_held(caller.user, size)
         future = self._promise(row, request, caller, size)
-        sample = RunningSample(future, row, model, request, pieces)
-        task = asyncio.get_running_loop().create_task(self._run(sample))
-        self._running[future.request_id] = task, sample
+        sample = RunningSample(future, row, model, request, pieces, copy_context())
+        self._running[future.request_id] = sample
+        if not self._accepted:
+            asyncio.get_running_loop().call_soon(self._begin)
+        self._accepted.append(sample)
         if key is not None:
             self._repeats[key] = future.request_id
             if len(self._repeats) > REMEMBERED:
                 self._repeats.popitem(last=False)
         return future
 
+    def _begin(self) -> None:
+        """Record what was accepted, and begin it."""
+        samples, self._accepted = self._accepted, []
+        self._completions.write()
+        loop = asyncio.get_running_loop()
+        for sample in samples:
+            if not sample.future.done:  # else it was cancelled
+                sample.task = loop.create_task(self._run(sample), context=sample.context)
+
     def cancel(self, future: Future) -> None:
         """Stop a sample, if it is running."""
-        if (running := self._running.pop(future.request_id, None)) is not None:
-            running[0].cancel()
+        if (sample := self._running.pop(future.request_id, None)) is not None:
+            if sample.task is not None:
+                sample.task.cancel()
             # Not left to the task: one that has not begun would do nothing.
             self._resolve(future, failure("cancelled", "user"))
 
@@ -211,31 +232,41 @@ class Samplers:
         self._completions.begin(feed, future.request_id)
         return future
 
-    def _resolve(self, future: Future, outcome: Outcome) -> None:
+    def _resolve(self, future: Future, outcome: Outcome | None) -> None:
         if not future.done:
             future.resolve(outcome)
             if future.feed:
                 self._completions.end(future.feed, future.request_id, failed=future.failed)
 
     async def _run(self, sample: RunningSample) -> None:
-        started, future = time.monotonic(), sample.future
+        started = time.monotonic()
         try:
-            self._resolve(future, await self._sampled(sample))
+            sample.outcome = await self._sampled(sample)
         except asyncio.CancelledError:
-            self._resolve(future, failure(STOPPING))
+            sample.outcome = failure(STOPPING)
             raise
         except EngineError as error:
-            self._resolve(future, failure(str(error), error.category))
+            sample.outcome = failure(str(error), error.category)
         except Refusal as error:
-            self._resolve(future, failure(str(error), "server" if error.status >= 500 else "user"))
+            sample.outcome = failure(str(error), "server" if error.status >= 500 else "user")
         except Exception as error:
-            self._resolve(future, failure(f"{type(error).__name__}: {error}"))
+            sample.outcome = failure(f"{type(error).__name__}: {error}")
         finally:
-            self._running.pop(future.request_id, None)
-            self._count(sample.row, sample.request, future.outcome)
-            seconds = time.monotonic() - started
-            for observer in self._observers:
-                observer.sampled(sample.row, seconds, future.outcome, sample.request)
+            sample.seconds = time.monotonic() - started
+            if not self._ended:
+                asyncio.get_running_loop().call_soon(self._end)
+            self._ended.append(sample)
+
+    def _end(self) -> None:
+        """Resolve what ended, count it and tell the observers."""
+        samples, self._ended = self._ended, []
+        for sample in samples:
+            self._running.pop(sample.future.request_id, None)
+            self._resolve(sample.future, sample.outcome)
+            self._count(sample.row, sample.request, sample.future.outcome)
+        for observer in self._observers:
+            for sample in samples:
+                observer.sampled(sample.row, sample.seconds, sample.future.outcome, sample.request)
 
     async def _sampled(self, sample: RunningSample) -> SampleResponse:
         """Sample; if the engine is lost, sample again on the next one."""
@@ -343,12 +374,12 @@ class Samplers:
 
     @property
     def running(self) -> list[asyncio.Task[None]]:
-        return [task for task, _ in self._running.values()]
+        return [sample.task for sample in self._running.values() if sample.task is not None]
 
     def under_way(self) -> dict[str, list[RunningSample]]:
         """The samples that runs' own sessions draw from them, by run."""
         found: defaultdict[str, list[RunningSample]] = defaultdict(list)
-        for _, sample in self._running.values():
+        for sample in self._running.values():
             if (run_id := own_run(sample.row)) is not None:
                 found[run_id].append(sample)
         return found
@@ -356,6 +387,8 @@ class Samplers:
     async def stop(self) -> None:
         """Cancel what is being sampled, and refuse what comes after; waiting clients get a failure."""
         self._stopped = True
+        for sample in self._accepted:
+            self._resolve(sample.future, failure(STOPPING))
         tasks = [*self.running, *self._removals]
         for task in tasks:
             task.cancel()
