@@ -33,7 +33,7 @@ RECORD = TESTS / "gates.json"
 SUFFIXES = {".py", ".pyi", ".c", ".h", ".proto"}  # of files that are read and counted
 SLACK = 1.1  # versions of Python and of dependencies
 CPU_SLACK = 3.0  # a ratio of two CPU times differed by a factor of 1.25 between two machines
-SOURCE_LINES = 69_960  # lines under src/, generated files included; raised only with a feature
+SOURCE_LINES = 70_240  # lines under src/, generated files included; raised only with a feature
 
 # Classes that may share a name: none. The list may only shrink.
 SHARED_CLASS_NAMES: set[str] = set()

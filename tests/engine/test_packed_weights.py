@@ -87,8 +87,9 @@ def test_few_rows_multiply_with_codes(kind: str, rows: int, tiles: int, splits: 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_adapters_beside_the_product(kind: str, splits: int) -> None:
-    lengths, site = [5, 3, 4], Site(0, "qkv")
+@pytest.mark.parametrize("times", [1, 17])
+def test_adapters_beside_the_product(kind: str, splits: int, times: int) -> None:
+    lengths, site = [5 * times, 3 * times, 4 * times], Site(0, "qkv")
     sites = {site: (I, tuple(Part(name, 64, "attn") for name in "qkv"))}
     held = [Adapter.fresh(LoraConfig(rank=rank, seed=rank), sites, DEVICE) for rank in (8, 12)]
     for one in held:
@@ -102,7 +103,9 @@ def test_adapters_beside_the_product(kind: str, splits: int) -> None:
     plain = x.float() @ weight.dequantise().float().t()
     near(y.sum(0), plain)
     base, want = plain[None].expand(splits, -1, -1) / splits, PlainLora(used, lengths)(site, x.float(), plain)
-    mine = [row for row in range(12) if not 5 <= row < 8]  # tiles must cover every row that is read
+    mine = [
+        row for row in range(12 * times) if not 5 <= row // times < 8
+    ]  # tiles must cover every row that is read
     for summed in (True, False):
         united = lora_kernels.unite(u, base.contiguous(), BF16, at.b, summed=summed)
         near(united[mine], want[mine])
@@ -174,12 +177,19 @@ def assembled(ptx: str, given: dict[str, int]) -> dict[str, int]:
     held = dict(given)
     steps = {
         "prmt": _prmt, "lop3": _lop3, "and": int.__and__, "or": int.__or__, "shr": int.__rshift__,
-        "mov": int, "mul": lambda a, b: _word(_pair(a) * _pair(b)),
+        "shl": lambda a, count: a << count & 0xFFFFFFFF, "cvt": int,
+        "mul": lambda a, b: _word(_pair(a) * _pair(b)),
         "sub": lambda a, b: _word(_pair(a) - _pair(b)),
     }  # fmt: skip
-    for line in filter(None, (part.strip() for part in ptx.strip("{} \n").split(";"))):
+    for line in filter(None, map(str.strip, ptx.strip()[1:-1].split(";"))):
         name, _, rest = line.partition(" ")
-        if name != ".reg":
+        if name == "mov.b32" and rest.startswith("{"):
+            *to, word = (part.strip("{} ") for part in rest.split(","))
+            held |= {to[0]: held[word] & 0xFFFF, to[1]: held[word] >> 16}
+        elif name == "mov.b32":
+            to, value = (part.strip() for part in rest.split(","))
+            held[to] = held[value] if value in held else int(value, 0)
+        elif name != ".reg":
             to, *values = (part.strip() for part in rest.split(","))
             numbers = [int(value, 0) if value[0].isdigit() else held[value] for value in values]
             held[to] = steps[name.partition(".")[0]](*numbers)
@@ -203,13 +213,11 @@ def test_assembled_values_of_four_bits(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_assembled_values_of_eight_bits(kind: str) -> None:
     ptx = (packed_codes._FP8_PTX if kind == "fp8" else packed_codes._INT8_PTX).value
-    codes = torch.arange(256, dtype=torch.uint8).view(-1, 4)
+    codes = torch.arange(256, dtype=torch.uint8).view(-1, 2)
     values = codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.int8).float().bfloat16()
-    scale = torch.tensor([1.0, -0.3, 7.5, 2e-3]).bfloat16()
-    for four, wanted in zip(codes.tolist(), values, strict=True):
-        word = sum(code << 8 * i for i, code in enumerate(four))
-        found = assembled(ptx, {"$2": word, "$3": _word(scale[:2]), "$4": _word(scale[2:])})
-        there = ~wanted.isnan()  # which no weight is
-        assert torch.equal(
-            torch.cat([_pair(found["$0"]), _pair(found["$1"])])[there], (wanted * scale)[there]
-        )
+    for scale in torch.tensor([1.0, -0.3, 7.5, 2e-3]).bfloat16():
+        for (low, high), wanted in zip(codes.tolist(), values, strict=True):
+            found = assembled(ptx, {"$2": low | high << 8, "$3": _word(scale.expand(2))})
+            there = ~wanted.isnan()  # which no weight is
+            both = _pair(found["$0"] | found["$1"] << 16)
+            assert torch.equal(both[there], (wanted * scale)[there])

@@ -30,7 +30,6 @@ from tinkex.engine.cuda.attention_hooks import KernelAttend, splits_for, tile_to
 from tinkex.engine.cuda.deferred_expand import MAX_DEFERRED, DeferredExpand
 from tinkex.engine.cuda.expert_routing import slots_of
 from tinkex.engine.cuda.recurrence import KernelStates
-from tinkex.engine.cuda.router_kernels import MAX_SHRUNK
 from tinkex.engine.rng import stream_keys
 from tinkex.engine.torch.backend import PlacedRows, StepLead
 from tinkex.engine.torch.device_copies import fill, from_device, to_device
@@ -124,7 +123,7 @@ class CapturedLora(LoraHook):
         """With a weight in 4 or 8 bits that is dequantised in registers."""
         weight = frozen.weight.whole
         tile = packed_weights.tile_for(x.shape[0], weight)
-        if x.shape[0] <= MAX_SHRUNK and not self._table.invariant:
+        if not self._table.invariant and packed_weights.shrinks_inside(x.shape[0], weight):
             y, u = packed_weights.product_and_shrink(x, weight, tile, at)
         else:
             u, y = self._overlapped(at, x, tile.splits, lambda: packed_weights.product(x, weight, tile))

@@ -46,6 +46,7 @@ from tinkex.engine.torch.models.decoder import Decoder
 
 _HEAD = 1 << 16  # out-features that only an unembedding has
 _SOME = 8192  # rows whose fp32 result stays in L2
+_FEW = 128  # rows up to which a library may split a small weight's sums over its features
 MIN_SPLIT_KEYS = 2048  # of one split of attention, where decoding is to be bitwise identical to the trainer
 
 
@@ -74,7 +75,8 @@ def product_with(x: Tensor, weight: Tensor, at: SiteAdapters, read: bool = True)
     if not exact and rows <= _SOME:
         return kernel.unite(u, split_product(1, x, weight), x.dtype, at.b), u
     if exact and weight.shape[0] < _HEAD:
-        y = F.linear(x, weight)
+        few = rows <= _FEW and not fused.large(weight)
+        y = product(x, weight) if few else F.linear(x, weight)
         kernel.expand(u, y, at.b)
         return y, u
     y = x.new_empty(rows, weight.shape[0])

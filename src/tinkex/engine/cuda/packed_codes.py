@@ -17,9 +17,9 @@ PTX = not triton.knobs.runtime.interpret
 
 # -- values of codes -------------------------------------------------------------------------------------
 #
-# Four bytes of codes at a time. `prmt` looks four codes up in a table of eight bytes: one table has the high
-# bytes of the values in bf16, another the low bytes. Codes from 8 on have tables of their own in nf4; in fp4
-# they are the negatives. Then bytes are put together to pairs of values, which a product scales.
+# Of 4 bits, four bytes of codes at a time. `prmt` looks four codes up in a table of eight bytes: one table
+# has the high bytes of the values in bf16, another the low bytes. Codes from 8 on have tables of their own in
+# nf4; in fp4 they are the negatives. Then bytes are put together to pairs of values, which a product scales.
 
 _LOOK_UP_NF4 = """
     prmt.b32 n, 0x0000ff00, 0, m;
@@ -57,36 +57,30 @@ _FOUR_BITS = """{{
 _PAIR = tl.constexpr((tl.bfloat16, tl.bfloat16))
 _NF4_PTX = tl.constexpr(_FOUR_BITS.format(look_up=_LOOK_UP_NF4))
 _FP4_PTX = tl.constexpr(_FOUR_BITS.format(look_up=_LOOK_UP_FP4))
+# Of 8 bits, pairs of codes that lie in the 16 bits that a thread reads at a time.
 # Exponent and mantissa of e4m3 in those of bf16 are the value times 2^-120.
 _FP8_PTX = tl.constexpr("""{
     .reg .b32 t, m, f;
     mov.b32 f, 0x7b807b80;
-    prmt.b32 t, $2, 0, 0x1404;
-    shr.b32 m, t, 4;
+    cvt.u32.u16 t, $2;
+    prmt.b32 t, t, 0, 0x1100;
+    shl.b32 m, t, 4;
     and.b32 m, m, 0x07f007f0;
     lop3.b32 m, t, 0x80008000, m, 0xea;
     mul.rn.bf16x2 m, m, f;
-    mul.rn.bf16x2 $0, m, $3;
-    prmt.b32 t, $2, 0, 0x3424;
-    shr.b32 m, t, 4;
-    and.b32 m, m, 0x07f007f0;
-    lop3.b32 m, t, 0x80008000, m, 0xea;
-    mul.rn.bf16x2 m, m, f;
-    mul.rn.bf16x2 $1, m, $4;
+    mul.rn.bf16x2 m, m, $3;
+    mov.b32 {$0, $1}, m;
 }""")
 # 128 plus the low seven bits is exact in bf16; 128 or, if it is negative, 256 is taken from it.
 _INT8_PTX = tl.constexpr("""{
     .reg .b32 t, a, b;
-    prmt.b32 t, $2, 0, 0x4140;
+    cvt.u32.u16 t, $2;
+    prmt.b32 t, t, 0, 0x4140;
     lop3.b32 a, t, 0x007f007f, 0x43004300, 0xea;
     lop3.b32 b, t, 0x00800080, 0x43004300, 0xea;
     sub.rn.bf16x2 a, a, b;
-    mul.rn.bf16x2 $0, a, $3;
-    prmt.b32 t, $2, 0, 0x4342;
-    lop3.b32 a, t, 0x007f007f, 0x43004300, 0xea;
-    lop3.b32 b, t, 0x00800080, 0x43004300, 0xea;
-    sub.rn.bf16x2 a, a, b;
-    mul.rn.bf16x2 $1, a, $4;
+    mul.rn.bf16x2 a, a, $3;
+    mov.b32 {$0, $1}, a;
 }""")
 
 
@@ -103,18 +97,34 @@ def four_bits(codes, scale, table, KIND: tl.constexpr, DTYPE: tl.constexpr, PTX:
 
 
 @triton.jit
-def eight_bits(codes, scale, KIND: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """The weights of bytes; `scale` has the shape of `codes`."""
-    if PTX and KIND == 2:
-        return tl.inline_asm_elementwise(_FP8_PTX, "=r,=r,r,r,r", [codes, scale], tl.bfloat16, True, 4)
-    elif PTX:
-        return tl.inline_asm_elementwise(_INT8_PTX, "=r,=r,r,r,r", [codes, scale], tl.bfloat16, True, 4)
-    elif KIND == 2:
+def eight_bits(codes, scale, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """The weights of bytes; `scale` has the shape of `codes`, or spreads to it."""
+    if KIND == 3:
+        return codes.to(tl.int8, bitcast=True).to(DTYPE) * scale
+    else:
         bits = codes.to(tl.int32)
         bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
         return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE) * scale
+
+
+@triton.jit
+def _of_pairs(
+    codes, scale, k, KIND: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """The weights of 64·TILES columns of 8 bits from `k` on; `scale` [N, 1] is of all of them."""
+    pair = tl.load(codes.to(tl.pointer_type(tl.int16)) + k // 2 + tl.arange(0, 32 * TILES)[None, :])
+    if PTX:
+        bits = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        both = tl.broadcast_to(bits | (bits << 16), (N, 32 * TILES))
+        if KIND == 2:
+            low, high = tl.inline_asm_elementwise(_FP8_PTX, "=h,=h,h,r", [pair, both], _PAIR, True, 1)
+        else:
+            low, high = tl.inline_asm_elementwise(_INT8_PTX, "=h,=h,h,r", [pair, both], _PAIR, True, 1)
     else:
-        return codes.to(tl.int8, bitcast=True).to(DTYPE) * scale
+        low = eight_bits((pair & 255).to(tl.uint8), scale, KIND, DTYPE)
+        high = eight_bits((pair >> 8 & 255).to(tl.uint8), scale, KIND, DTYPE)
+    return tl.reshape(tl.join(low, high), (N, 64 * TILES))
 
 
 # -- tiles of a weight ---------------------------------------------------------------------------------
@@ -149,8 +159,7 @@ def weights_at(
     """
     N: tl.constexpr = 64 * GROUPS
     if KIND == 2 or KIND == 3:
-        byte = tl.load(codes + k + tl.arange(0, 64 * TILES)[None, :])
-        found = eight_bits(byte, _spread(scale, k, KIND, WIDE, 64 * TILES, N, DTYPE), KIND, DTYPE, PTX)
+        found = _of_pairs(codes, _spread(scale, k, WIDE, DTYPE), k, KIND, TILES, N, DTYPE, PTX)
     else:
         HALF: tl.constexpr = WIDE // 2
         BLOCKS: tl.constexpr = 32 * TILES // HALF
@@ -163,13 +172,11 @@ def weights_at(
 
 
 @triton.jit
-def _spread(
-    scale, k, KIND: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr
-):  # fmt: skip
-    """The scales of 8 bits for [N, STEP] codes, all of one block of columns."""
+def _spread(scale, k, WIDE: tl.constexpr, DTYPE: tl.constexpr):
+    """The scales [N, 1] of 8 bits from column `k` on."""
     if WIDE < WHOLE_ROW:
         scale = tl.load(scale + k // WIDE)
-    return tl.broadcast_to(scale.to(DTYPE), (N, STEP))
+    return scale.to(DTYPE)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from tinkex.engine.cuda.adapter_table import SiteAdapters
 from tinkex.engine.cuda.launch import (
+    MULTIPROCESSORS,
     PDL,
     cdiv,
     launched,
@@ -29,6 +30,7 @@ from tinkex.engine.cuda.launch import (
     power_of_2,
     wait_for_previous,
 )
+from tinkex.engine.cuda.lora_kernels import tile_at
 from tinkex.engine.cuda.packed_codes import (
     PTX,
     WHOLE_ROW,
@@ -40,7 +42,7 @@ from tinkex.engine.cuda.packed_codes import (
     rows_at,
     weights_at,
 )
-from tinkex.engine.cuda.router_kernels import MAX_SHRUNK, shrink_block
+from tinkex.engine.cuda.router_kernels import multiply_rows
 from tinkex.engine.torch.quantised import ALIGNED, TILE, QuantisedMatrix, QuantisedWeight
 
 KINDS = ("nf4", "fp4", "fp8", "int8", "table")
@@ -49,31 +51,57 @@ _TILES = 4  # of a row that a program of `dequantise` writes
 MAX_ROWS = 256  # of `product`: more are faster through `dequantise` and a library
 
 
+@triton.jit
+def _shrink_block(
+    x, u, where, program, multiple, blocks, low, count, width, stride_x, stride_u,
+    TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_R columns of u = x · Aᵀ of 16 of a tile's TILE rows, over `count` features from `low` on."""
+    table, _, cells, tiles, columns, column = where
+    block, sixteen = program % blocks, program // blocks
+    slot, start, rows = tile_at(cells, tiles, sixteen // (TILE // 16))
+    address = tl.load(table + slot * columns + column)
+    wide = tl.where(address != 0, tl.load(table + slot * columns).to(tl.int32) * multiple, 0)
+    m = sixteen % (TILE // 16) * 16 + tl.arange(0, 16)
+    r = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    if (sixteen % (TILE // 16) * 16 < rows) & (block * BLOCK_R < wide):
+        row, have_m, have_r = (start + m).to(tl.int64)[:, None], (m < rows)[:, None], (r < wide)[None, :]
+        matrix = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
+        left, right = x + row * stride_x + low, matrix + r[None, :] * width + low
+        total = multiply_rows(left, right, have_m, have_r, count, 1, False, BLOCK_K)
+        tl.store(u + row * stride_u + r[None, :], total, mask=have_m & have_r)
+
+
 @launched
-@triton.jit(do_not_specialize=["rows", "tiles", "column"])
+@triton.jit(do_not_specialize=["rows", "tiles", "column", "shrinks", "splits", "multiple", "blocks_u"])
 def _product(
-    x, codes, scale, values, y, u, table, scales, cells, tiles, columns, column, rows, K, O, stride_x,
+    x, codes, scale, values, y, u, table, scales, cells, tiles, columns, column, rows, K, O, splits, shrinks,
+    multiple, blocks_u, stride_x,
     stride_codes, stride_scale, split_y, stride_u, split_u,
     KIND: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
-    PTX: tl.constexpr, LORA: tl.constexpr, MULTIPLE: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PTX: tl.constexpr, LORA: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr,
+    FEATURES_U: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[split] = x · weightᵀ over one split of the features, for BLOCK_N columns.
+    """y[split] = x · weightᵀ over one split of the features, for BLOCK_N columns of BLOCK_M rows.
 
-    LORA: the first programs have 16 columns each of u[split] = x · Aᵀ of a tile's rows.
+    LORA: the first programs, `shrinks` of each split, have u[split] = x · Aᵀ of 16 rows each. They are short,
+    so the product waits for them less than it would for few long ones.
     """
-    split, m = tl.program_id(1), tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    block = tl.program_id(0)
+    program = tl.program_id(0)
     if LORA:
-        block -= tiles * BLOCKS
-    if block >= 0:
+        program -= shrinks * splits
+    if program >= 0:
+        row_blocks, blocks = tl.cdiv(rows, BLOCK_M), tl.cdiv(O, BLOCK_N)
+        # one after the other, programs read the same codes
+        m = program % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+        block, split = program // row_blocks % blocks, program // row_blocks // blocks
         first = block * BLOCK_N
         GROUPS: tl.constexpr = BLOCK_N // 64
         STEP: tl.constexpr = 64 * TILES
         col = first + tl.arange(0, BLOCK_N)
         n = tl.minimum(col, O - 1)[:, None]
         at_codes = codes + rows_at(first, n, O, KIND, GROUPS).to(tl.int64) * stride_codes
-        span = tl.cdiv(tl.cdiv(K, STEP), tl.num_programs(1)) * STEP
+        span = tl.cdiv(tl.cdiv(K, STEP), splits) * STEP
         start, end = split * span, tl.minimum((split + 1) * span, K)
         held = of_rows(scale + n // HIGH * stride_scale, KIND, WIDE)
         have_m = (m < rows)[:, None]
@@ -89,11 +117,13 @@ def _product(
         tl.store(out, tl.trans(total), mask=have_m & (col < O)[None, :])
     elif LORA:
         where = (table, scales, cells, tiles, columns, column)
-        features = tl.cdiv(tl.cdiv(K, 256), tl.num_programs(1)) * 256
+        one = program + shrinks * splits
+        split = one // shrinks
+        features = tl.cdiv(tl.cdiv(K, FEATURES_U), splits) * FEATURES_U
         low = split * features
-        shrink_block(
-            x, u + split * split_u, where, tl.program_id(0), low, tl.minimum(features, K - low), K, stride_x,
-            stride_u, MULTIPLE, BLOCKS, False, 256,
+        _shrink_block(
+            x, u + split * split_u, where, one % shrinks, multiple, blocks_u, low,
+            tl.minimum(features, K - low), K, stride_x, stride_u, TILE, BLOCK_R, FEATURES_U,
         )  # fmt: skip
 
 
@@ -134,7 +164,7 @@ def _dequantise(
         byte = tl.load(codes + n.to(tl.int64) * stride_codes + col, mask=have, other=0)
         factor = load(scale + n // HIGH * stride_scale + col // WIDE, have).to(dtype)
         place = out + n.to(tl.int64) * K + col
-        tl.store(place, eight_bits(byte, factor, KIND, dtype, PTX), mask=have)
+        tl.store(place, eight_bits(byte, factor, KIND, dtype), mask=have)
     else:
         n, at = row[:, None], k // 2 + tl.arange(0, STEP // 2)[None, :]
         have = (n < O) & (2 * at < K)
@@ -250,7 +280,7 @@ def tile_for(rows: int, weight: QuantisedWeight) -> PackedTile:
     elif tile <= 64:
         shape, wanted = ((tile, 128, 2, 8, 3) if count >= 16384 else (tile, 64, 2, 4, 3)), 400
     else:
-        shape, wanted = (tile, 128, 1, 8, 4), 400
+        shape, wanted = (tile, 128, 1, 8, 4), MULTIPROCESSORS
     programs = cdiv(count, shape[1]) * cdiv(rows, shape[0])
     splits = next((s for s in (8, 4, 2) if s * programs <= wanted and (s < 8 or tile == 16)), 1)
     tiles = tiles_of(weight, shape[2])
@@ -263,26 +293,50 @@ def product(x: Tensor, weight: QuantisedWeight, tile: PackedTile | None = None) 
     return product_and_shrink(x, weight, tile or tile_for(x.shape[0], weight), None)[0]
 
 
+class _BlockOfU(NamedTuple):
+    columns: int  # of u; and 16 rows
+    features: int  # of one iteration
+
+
+def shrink_tile_for(rows: int, width: int) -> _BlockOfU:
+    """Of u in the product's launch."""
+    return _BlockOfU(16, 128) if rows <= 16 or width <= 16 else _BlockOfU(32, 256)
+
+
+def shrinks_inside(rows: int, weight: QuantisedWeight) -> bool:
+    """Whether u is faster in the product's launch than beside it; 64 rows of 4 bits need its registers."""
+    return rows <= 16 or rows > 64 or weight.table is None
+
+
 def product_and_shrink(
     x: Tensor, weight: QuantisedWeight, tile: PackedTile, at: SiteAdapters | None
 ) -> tuple[Tensor, Tensor]:
-    """`product`, and in the same launch u [S, M, P·R] of the adapters at a site, of at most 16 rows."""
+    """`product`, and in the same launch u [S, M, P·R] of the adapters at a site."""
     rows, (count, columns) = x.shape[0], weight.shape
-    codes, scale = rows_of(weight.codes), weight.scale
-    dtype = x.dtype if tile.splits == 1 else torch.float32
-    y = torch.empty(tile.splits, rows, count, dtype=dtype, device=x.device)
-    where, u, blocks, tiles, multiple = (x, x, x, 0, 0, 0), y, 1, 0, 1
+    codes, scale, splits = rows_of(weight.codes), weight.scale, tile.splits
+    dtype = x.dtype if splits == 1 else torch.float32
+    y = torch.empty(splits, rows, count, dtype=dtype, device=x.device)
+    where, u, blocks, shrinks, multiple, high, of_u = (x, x, x, 0, 0, 0), y, 1, 0, 1, 16, _BlockOfU(16, 256)
     if at is not None:
-        assert rows <= MAX_SHRUNK
-        where, blocks, tiles, multiple = at.a.where, cdiv(at.width, 16), len(at.tiles.cells[0]), at.a.multiple
-        u = torch.empty(tile.splits, rows, 16 * blocks, dtype=dtype, device=x.device)
-    _product[(tiles * blocks + cdiv(count, tile.columns), tile.splits, cdiv(rows, tile.rows))](
+        where, multiple, high, of_u = (
+            at.a.where,
+            at.a.multiple,
+            at.tiles.rows,
+            shrink_tile_for(rows, at.width),
+        )
+        blocks = cdiv(at.width, of_u.columns)
+        shrinks = at.tiles.cells.shape[1] * (high // 16) * blocks
+        u = torch.empty(splits, rows, 16 * cdiv(at.width, 16), dtype=dtype, device=x.device)
+    programs = splits * (shrinks + cdiv(count, tile.columns) * cdiv(rows, tile.rows))
+    _product[(programs,)](
         x, codes, scale, codes if weight.table is None else weight.table, y, u, *where, rows, columns, count,
-        x.stride(0), codes.stride(0), scale.stride(0), y.stride(0), u.stride(1), u.stride(0),
+        splits, shrinks, multiple, blocks, x.stride(0), codes.stride(0), scale.stride(0), y.stride(0),
+        u.stride(1), u.stride(0),
         KIND=KINDS.index(weight.kind), HIGH=weight.block[0], WIDE=width_of(weight),
         TILES=tile.tiles, EVEN=columns % (TILE * tile.tiles) == 0, PTX=PTX, LORA=at is not None,
-        MULTIPLE=multiple, BLOCKS=blocks, BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns, num_warps=tile.warps, num_stages=tile.stages, **PDL,
+        TILE=high, BLOCK_R=of_u.columns,
+        FEATURES_U=of_u.features, BLOCK_M=tile.rows, BLOCK_N=tile.columns, num_warps=tile.warps,
+        num_stages=tile.stages, **PDL,
     )  # fmt: skip
     return y, u
 
