@@ -212,6 +212,7 @@ def test_the_command_fails_if_nothing_was_learned(model: Path, tmp_path: Path):
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as ledger:
         assert ledger.execute("SELECT name FROM runs").fetchall() == [("first try",)]
     assert "It did not learn" in done.stdout
+    assert "shows its curves at http://127.0.0.1:8265" in done.stderr
     assert (tmp_path / "demo" / "loss.png").exists()
     assert json.loads((tmp_path / "demo" / "pirate" / "adapter_config.json").read_text())["r"] == 16
 
