@@ -75,16 +75,16 @@ class Servers:
             found = db.execute("SELECT server FROM leases WHERE session_id = %s", [run_id.partition(":")[0]])
             return found.fetchone() == ((server.home / "server").read_text(),)
 
-    def weights(self, run_id: str) -> list[bytes]:
-        """The files of a run's checkpoint "end"."""
+    def weights(self, run_id: str) -> dict[str, bytes]:
+        """The files of a run's checkpoint "end", by name."""
         if self._shared is None:
             place = self._members[0].journal(run_id).parent / "weights" / "end"
-            return [file.read_bytes() for file in sorted(place.glob("*.safetensors"))]
+            return {file.name: file.read_bytes() for file in sorted(place.glob("*.safetensors"))}
         session, _, number = run_id.rpartition(":train:")
         place = f"/{session}/train-{number}/weights/end~"
         names = [name for name in store.files(self._shared[1]) if place in f"/{name}"]
         wanted = sorted(name for name in names if name.endswith(".safetensors"))
-        return [store.read_file(store.join(self._shared[1], name)) for name in wanted]
+        return {name: store.read_file(store.join(self._shared[1], name)) for name in wanted}
 
     def close(self) -> None:
         self._stack.close()
@@ -117,8 +117,8 @@ class Workload:
         for run in self._runs:
             run.save_state("end").result(SECONDS)
             files = self._servers.weights(run.model_id)
-            assert len(files) == 2, "the adapter and the optimizer's state"
-            saved += files
+            assert len(files) == 2, f"the adapter and the optimizer's state, not {list(files)}"
+            saved += files.values()
         self._service.close().result(SECONDS)
         self._threads.shutdown()
         return saved

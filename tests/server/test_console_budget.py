@@ -168,7 +168,7 @@ def addresses(server: Running, group: str) -> list[str]:
         if (
             "GET" in (route.methods or ())
             and not streams
-            and not re.search(r"static|download|sessions|/training", path)
+            and not re.search(r"static|download|export|sessions|/training", path)
         ):
             found.append(path)
     one, runs = f"/console/runs/{RUN}", named(range(24))
@@ -176,7 +176,7 @@ def addresses(server: Running, group: str) -> list[str]:
         f"{one}/curves?x=time", f"{one}/curves?low=5000&high=9000", f"{one}/rollouts/{group}/tokens?id=7",
         f"{one}/rollouts?page=5&order=spread", f"{one}/rollouts?text=nowhere", "/console/runs?q=%C3%9Cbung",
         "/console/runs?q=run+99&order=steps", "/console/checkpoints?page=7", "/console/admin?audit=100",
-        f"/console/checkpoints?run={RUN}&page=3",
+        f"/console/checkpoints?run={RUN}&page=3", f"{one}/export?path=tinker://{RUN}/weights/c7",
         f"/console/compare?{runs}", f"/console/compare/curves?{runs}",
         f"/console/compare/curves?{runs}&x=time",
         "/console/compare?match=1&order=steps&way=up", "/console/compare?match=1&q=run&part=3&page=9",
