@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from tests.cluster.nodes import CPUS, Nodes, actors
 from tests.cluster.work import sample_work
 from tests.service.harness import until
+from tinkex.engine.cluster.actors import BytesLost, StoredExport
 from tinkex.engine.cluster.cluster_engine import ClusterEngine
+from tinkex.engine.cluster.remote_trainer import RemoteExport
 from tinkex.engine.cluster.sampler_pool import RemoteSampler, SamplerPool
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.protocol import (
@@ -209,3 +212,38 @@ async def test_who_publishes_a_name_at_the_same_time_hears_the_same():
     for one in both:
         with pytest.raises(EngineError, match="x is no adapter"):
             await one
+
+
+class WithoutItsBytes:
+    """An actor for which an export has gone with its trainer's process, once it may say so."""
+
+    def __init__(self) -> None:
+        self.may, self.publish, self.retire = asyncio.Event(), self, self
+
+    async def remote(self, name: str, source: Any = None) -> EngineError | None:
+        await self.may.wait()
+        return None if source is None else BytesLost(f"the bytes of {name} are lost")
+
+
+async def test_an_export_that_was_lost_before_it_was_saved_is_retired(monkeypatch: pytest.MonkeyPatch):
+    """A save that its trainer's end cut off takes back what it published: no other error hides that end."""
+
+    def missing(source: Any) -> Any:
+        raise FileNotFoundError(f"there is nothing at {source}")
+
+    monkeypatch.setattr("tinkex.engine.cluster.sampler_pool._stored", missing)
+    pool, actor = SamplerPool(8, lambda: None), WithoutItsBytes()
+    sampler = RemoteSampler(0, actor, Heartbeat(True, "", {}, {}))
+    pool.add(sampler)
+    exports = [RemoteExport(StoredExport([], LoraConfig(rank=4), 1, "s3://b/p", "run")) for _ in range(2)]
+    await pool.publish("old", exports[0])
+    sampler.adapters["old"] = Future()
+    sampler.adapters["old"].set_result(None)
+    await pool.publish("new", exports[1])  # which the sampler fetches early
+    await asyncio.sleep(0.05)
+    assert not sampler.adapters["new"].done()
+    retiring = asyncio.create_task(pool.retire("new"))
+    await asyncio.sleep(0.05)
+    actor.may.set()
+    await asyncio.wait_for(retiring, 10)
+    assert "new" not in sampler.adapters

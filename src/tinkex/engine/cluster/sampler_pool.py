@@ -288,10 +288,13 @@ class SamplerPool:
         try:
             try:
                 await self._call(sampler, sampler.actor.publish, name, source)
-            except BytesLost:
+            except BytesLost as lost:
                 if not isinstance(source, StoredExport) or source.saved is None:
                     raise
-                source = await asyncio.to_thread(_stored, source.saved)
+                try:
+                    source = await asyncio.to_thread(_stored, source.saved)
+                except FileNotFoundError:  # its save ended with the process that had the bytes
+                    raise lost from None
                 with self._lock:
                     for known in (self._published, self._retiring):
                         if name in known:
