@@ -110,10 +110,11 @@ class Trained:
                 found += [(list(one.tokens), np.array(one.logprobs)) for one in answer.sequences]
         return found
 
-    def check_near(self, other: Trained, near: float = NEAR) -> None:
+    def check_near(self, other: Trained, near: float = NEAR, norms: float = 0.0) -> None:
+        """`norms`: for the norms of gradients, where it is not `near`."""
         for ours, theirs in zip(self.logprobs, other.logprobs, strict=True):
             assert distance(ours, theirs) <= near
-        np.testing.assert_allclose(self.norms, other.norms, rtol=2 * near)  # 1.10e-5 on one kind of CPU
+        np.testing.assert_allclose(self.norms, other.norms, rtol=norms or near)
         for (tokens, logprobs), (others, their) in zip(self.samples, other.samples, strict=True):
             assert tokens == others
             assert distance(logprobs, their) <= near
@@ -161,7 +162,8 @@ def test_ranks_compute_what_one_device_does(family: str, tensor: int, steps: int
     path = tiny_model(tmp_path / "model", family)
     alone = trained(build_engine(config_of(path)), tmp_path / "alone", steps)
     together = trained(build_engine(config_of(path, tensor)), tmp_path / "together", steps)
-    together.check_near(alone)
+    # 9.1e-6 on one kind of CPU, 1.10e-5 on another
+    together.check_near(alone, norms=2e-5 if (family, tensor) == ("qwen3_5_moe", 4) else NEAR)
 
 
 @pytest.mark.parametrize("device", ["cpu", gpu])

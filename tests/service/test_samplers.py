@@ -190,6 +190,27 @@ async def test_samples_that_come_together_are_recorded_before_they_are_acknowled
     assert all(await asyncio.gather(*map(is_recorded, range(5))))
 
 
+async def test_one_that_cannot_be_counted_takes_no_result_from_those_that_end_with_it(
+    user: User, monkeypatch: pytest.MonkeyPatch
+):
+    sampler, counted = await user.sampler(await user.session()), user.service.activity.count
+    fails = iter([True])
+
+    def count(row: Any, amounts: Any) -> None:
+        if next(fails, False):
+            raise ArithmeticError("the first one cannot be counted")
+        counted(row, amounts)
+
+    monkeypatch.setattr(user.service.activity, "count", count)
+    reported: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
+    promises = await asyncio.gather(*(user.sample(sampler, n) for n in range(3)))
+    async with asyncio.timeout(10):
+        for promise in promises:
+            assert (await user.result(promise)).sequences
+    assert [str(error) for error in reported] == ["the first one cannot be counted"]
+
+
 @pytest.mark.parametrize("why", ["cancelled", "stopping"])
 async def test_a_sample_that_ends_as_it_is_accepted_is_not_computed(user: User, why: str):
     samplers, sampler = user.service.samplers, await user.sampler(await user.session())

@@ -258,11 +258,15 @@ class Samplers:
             self._ended.append(sample)
 
     def _end(self) -> None:
-        """Resolve what ended, count it and tell the observers."""
+        """Resolve all that ended; then count them and tell the observers, before any poll can wake up.
+
+        What goes wrong in counting one leaves no other without its result.
+        """
         samples, self._ended = self._ended, []
         for sample in samples:
             self._running.pop(sample.future.request_id, None)
             self._resolve(sample.future, sample.outcome)
+        for sample in samples:
             self._count(sample.row, sample.request, sample.future.outcome)
         for observer in self._observers:
             for sample in samples:
