@@ -284,9 +284,9 @@ def _walk(
 ):  # fmt: skip
     """The delta rule, token by token, in GROUPS · COLUMNS columns of a head's state of one sequence.
 
-    Columns do not depend on each other. A warp has eight of a tile, so that its sums over rows need no other
-    warp. The next token is loaded while one is computed. STATES: the state starts from its slot's and is left
-    there. ONE: a sequence is one row; without a slot its result is zeros.
+    Columns do not depend on each other. Each warp holds eight columns of a tile, so it sums over their rows
+    alone. The next token is loaded while one is computed. STATES: the state starts from its slot's and is
+    left there. ONE: a sequence is one row; without a slot its result is zeros.
     """
     wait_for_previous()
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -403,8 +403,8 @@ class WalkTile(NamedTuple):
 def walk_tile(value_dim: int, heads: int, tokens: int) -> WalkTile:
     """For so many heads, and tokens of heads, of all sequences; as measured on an H200.
 
-    Four groups load q and k once for all of them: faster where the device is busy, slower where it waits for
-    the longest sequence. A warp alone waits for no other.
+    Four groups share each load of q and k: faster where the device is full, slower where it waits for the
+    longest sequence. With one warp in a program, no warp waits for another.
     """
     tiles = cdiv(value_dim, _EACH)
     if tiles % 4 == 0 and heads * tiles >= _BUSY and tokens > heads:

@@ -318,12 +318,8 @@ def product_and_shrink(
     y = torch.empty(splits, rows, count, dtype=dtype, device=x.device)
     where, u, blocks, shrinks, multiple, high, of_u = (x, x, x, 0, 0, 0), y, 1, 0, 1, 16, _BlockOfU(16, 256)
     if at is not None:
-        where, multiple, high, of_u = (
-            at.a.where,
-            at.a.multiple,
-            at.tiles.rows,
-            shrink_tile_for(rows, at.width),
-        )
+        where, multiple, high = at.a.where, at.a.multiple, at.tiles.rows
+        of_u = shrink_tile_for(rows, at.width)
         blocks = cdiv(at.width, of_u.columns)
         shrinks = at.tiles.cells.shape[1] * (high // 16) * blocks
         u = torch.empty(splits, rows, 16 * cdiv(at.width, 16), dtype=dtype, device=x.device)

@@ -87,7 +87,7 @@ class LoraHook:
         return self(site, x, frozen(x))
 
     def unread(self, site: Site) -> AbstractContextManager[None]:
-        """Within it nobody reads the result of `site`: a layer is computed again for its gradients alone."""
+        """A context where no one reads the result of `site`: its layer is recomputed for gradients alone."""
         return nullcontext()
 
 
